@@ -1,4 +1,4 @@
-"""``python -m nanlocator`` and ``NANLOCATOR=1``: scripts that know nothing of nanlocator."""
+"""``python -m nanlocator`` and ``NANLOCATOR=1``: scripts that do not import nanlocator."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from ranks import run_python
 from watched_steps import as_code_says
 
-PACKAGE = Path(__import__("nanlocator").__file__).parents[1]  # where nanlocator.pth is, too
+PACKAGE = Path(__import__("nanlocator").__file__).parents[1]  # also has nanlocator.pth
 
 SCRIPT = """
 import sys
@@ -50,7 +50,7 @@ def interpreter(*command, **variables):
 
 
 def run(*command, as_installed=False, start=run_python, **variables):
-    """``as_installed``: with the folder of nanlocator.pth as a site directory, read twice as in a virtual
+    """``as_installed``: the folder of nanlocator.pth is a site directory, read twice as in a virtual
     environment (site.venv, then site.main)."""
     paths = [str(PACKAGE)]
     if as_installed:
@@ -74,7 +74,7 @@ nanlocator_after_import.AfterImport({"package.later": say})
 
 
 def test_a_package_that_is_being_loaded_is_acted_on_when_its_import_has_ended():
-    """As DeepSpeed is, where a script imports it before torch."""
+    """For example DeepSpeed, if a script imports it before torch."""
     for path, text in {
         "package/__init__.py": "import follows\nimport package.inside\nlast = 1\n",
         "package/inside.py": "last = 2\n",
@@ -106,7 +106,7 @@ def test_a_fault_in_an_unedited_script_is_located(script, how):
     done = how_it_is_started(script, how, "bad")
     assert done.returncode == 1, done.stderr
     assert "nanlocator: attached to SGD and Sequential (2 parameters); findings go to" in done.stderr
-    said = " ".join(done.stderr.split())  # lines may be folded
+    said = " ".join(done.stderr.split())  # lines may be wrapped
     assert "step 3: -Inf born in forward" in said
     assert "aten::log module 1" in said and f"train.py:8 in {as_code_says('Log.forward')}" in said
     assert len(done.stdout.split()) == 2

@@ -1,4 +1,4 @@
-"""What a bad step's births become in the verdict: state without a name, recomputation, losses outside."""
+"""A bad step's births in the verdict: state without a name, recomputation, losses outside the model."""
 
 import math
 
@@ -14,7 +14,7 @@ from nanlocator import LocatingOptimizer, NonFiniteGradientError
 
 
 def origin_of_a_step(model, forward, **options):
-    """The one origin of a step with a closure."""
+    """The only origin of a step with a closure."""
     optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
 
     def closure():
@@ -32,8 +32,8 @@ def origin_of_a_step(model, forward, **options):
 @pytest.mark.parametrize("loss", [functional.mse_loss, functional.smooth_l1_loss])
 @pytest.mark.parametrize("scale", [math.nan, 1e30])
 def test_memory_that_a_loss_fills_inside_its_kernel_is_no_origin(loss, scale):
-    """With a mean these kernels write their elements to memory of their own without the dispatcher, which an
-    operator inside then reads."""
+    """With a mean, these kernels write the elements to temporary memory without the dispatcher, and an inner
+    operator then reads them."""
 
     class Layer(nn.Linear):
         def forward(self, x):
@@ -96,7 +96,7 @@ def test_a_checkpointed_forward_that_comes_out_otherwise_the_second_time_is_a_re
 
     def body(y):
         calls.append(1)
-        logarithm = torch.log(y * (1.0 if len(calls) % 2 == 1 else 0.0))  # every recomputation
+        logarithm = torch.log(y * (1.0 if len(calls) % 2 == 1 else 0.0))  # bad in every recomputation
         return logarithm * logarithm
 
     def forward():

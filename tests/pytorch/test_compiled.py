@@ -1,4 +1,4 @@
-"""Compiled modules: a fault is named by its operator, as in eager code; one of the compiler's is told so."""
+"""Compiled modules: a fault is named by its operator, as in eager code; a compiler's fault is reported so."""
 
 import ctypes
 import itertools
@@ -66,7 +66,7 @@ def verdict_of(model, **options):
 FAULTS = {"root": Root, "log": Log, "quotient": Quotient, "exponential": Exponential}
 
 
-# One fault in forward, one in backward, and each way to compile.
+# A fault in forward, a fault in backward, and each way to compile.
 CASES = [("log", {}), ("root", {}), ("log", {"fullgraph": True}), ("root", {"dynamic": True})]
 OTHERS = [("quotient", {}), ("exponential", {}), ("root", {"fullgraph": True}), ("log", {"dynamic": True})]
 
@@ -123,7 +123,7 @@ def test_a_fault_in_a_batch_of_another_length_is_named_as_in_eager_code():
 
 
 def miscompiling(module, inputs):
-    """A backend that makes NaN of a tanh that is large."""
+    """A backend that turns large values of tanh into NaN."""
     for node in module.graph.nodes:
         if node.op == "call_method" and node.target == "tanh":
             node.target = "atanh"
@@ -177,8 +177,8 @@ def test_a_wrong_lowering_of_inductor_is_the_compilers(kernels, memory, monkeypa
         torch._inductor.codecache.FxGraphCache.clear()
         torch._inductor.codecache.PyCodeCache.cache_clear()
     is_on_cpu = torch.get_default_device().type == "cpu"
-    is_seen = kernels == "seen" or not is_on_cpu  # Triton's kernels are
-    if kernels == "unseen":  # as where C++ calls them
+    is_seen = kernels == "seen" or not is_on_cpu  # Triton's kernels are always seen
+    if kernels == "unseen":  # as if C++ called them
         monkeypatch.setattr(nanlocator.calls.inductor_kernels, "is_generated", lambda _: False)
         monkeypatch.setattr(nanlocator.calls.kernels, "_is_extension", lambda _: False)
     with lowered_to_logarithm(torch.ops.nanlocator_test.half.default):

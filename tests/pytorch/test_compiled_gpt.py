@@ -1,4 +1,4 @@
-"""A GPT compiled by Inductor: a fault is named as in eager code, with the generated source where the compiler
+"""A GPT compiled by Inductor: a fault is named as in eager code, with the generated source if the compiler
 is at fault."""
 
 import json
@@ -23,8 +23,8 @@ NO_LABEL = -100
 
 @pytest.fixture(autouse=True, scope="module")
 def without_vectors():
-    """Inductor would compile ten programs to know what this CPU has, and each kernel twice as long.
-    test_compiled.py has vectors."""
+    """Otherwise Inductor compiles ten programs to detect this CPU's vectors, and each kernel takes twice as
+    long. test_compiled.py uses vectors."""
     with pytest.MonkeyPatch.context() as patch, config.patch("cpp.vec_isa_ok", False):
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
@@ -40,7 +40,7 @@ def gpt():
 
 
 def verdict_of(model, watched, *, has_labels=True):
-    """Of two steps in which ``model`` is called."""
+    """The verdict of two steps that call ``model``."""
 
     def loss():
         tokens = torch.randint(0, VOCABULARY, (2, 16))
@@ -75,7 +75,7 @@ class UnitLength(nn.Module):
 
 
 class Standardized(nn.Module):
-    """A layer norm without its epsilon, of what does not vary."""
+    """A layer norm without epsilon, of a constant input."""
 
     def __init__(self, norm):
         super().__init__()
@@ -91,7 +91,7 @@ class MaskedWhole(nn.Module):
 
 
 class SoftmaxOfNothing(nn.Module):
-    """One row is masked altogether."""
+    """One row is fully masked."""
 
     def forward(self, x):
         masked = torch.zeros_like(x)
@@ -128,7 +128,7 @@ class OwnBackward(nn.Module):
 
 
 class ExpertWithoutTokens(nn.Module):
-    """The mean over the tokens that were sent to nobody."""
+    """The mean over the tokens that no expert received."""
 
     def forward(self, x):
         is_sent = (x > 1e9).to(x.dtype)
@@ -163,7 +163,7 @@ class Recomputed(nn.Module):
 
 
 class Table(nn.Module):
-    """A plain attribute, which is bad."""
+    """A bad plain attribute."""
 
     def __init__(self):
         super().__init__()
@@ -237,7 +237,7 @@ WAYS = {
 }
 CASES = [(fault, "torch.compile") for fault in FAULTS]
 CASES += [(fault, way) for way in list(WAYS)[1:] for fault in ("exponential", "bad weight", "no label")]
-# What is compiled in a way of its own, or is no operator of a compiled graph; other operators are like the
+# Faults that are compiled in a special way, or outside any compiled graph; other operators are like the
 # exponential. A bad value in the same graph costs no compilation.
 USUAL = {"exponential", "own backward", "autocast", "recomputed", "table"}
 USUAL |= {"bad weight", "large weight", "embedding row", "no label"}
@@ -295,10 +295,10 @@ def test_a_wrong_kernel_is_told_with_its_generated_source(tmp_path, own_folder):
     (bundle,) = Path("nanlocator_run").glob(f"*/{origin['bundle']}")
     source = (bundle / "kernel.py").read_text()
     assert origin["operator"].rpartition("::")[2] in source
-    assert re.search(r"[.:]log\(", source)  # what the lowering makes of it
+    assert re.search(r"[.:]log\(", source)  # the lowering's result
 
     def printed(*command):
-        """As on a machine that has not compiled it."""
+        """Runs a command as on a machine that has not compiled it."""
         elsewhere = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
         return subprocess.run(
             [sys.executable, *command], env=elsewhere, stdout=subprocess.PIPE, text=True

@@ -1,8 +1,8 @@
-"""Modules that run from CUDA graphs: in a re-run they run by their operators, so that these are named.
+"""Modules that run from CUDA graphs: a re-run executes their operators, so that verdicts can name them.
 
-The graphs are stand-ins that run on a CPU: as a replay of a real one, one of these calls no operator that is
-seen, and the function in place of ``forward`` is made as torch.cuda.make_graphed_callables (2.11,
-torch/cuda/graphs.py) makes it.
+The graphs are fakes that run on a CPU. Like a real replay, theirs calls no operator that is seen, and the
+function that replaces ``forward`` is built like that of torch.cuda.make_graphed_callables (2.11,
+torch/cuda/graphs.py).
 """
 
 import math
@@ -29,7 +29,7 @@ class Logarithm(nn.Module):
 
 
 class Replay(torch.autograd.Function):
-    """Of a Logarithm; `lost` is an element that a broken replay does not write."""
+    """The replay of a Logarithm; `lost` is an element that a broken replay does not write."""
 
     @staticmethod
     def forward(ctx, x, shift, lost):
@@ -96,7 +96,7 @@ def test_the_operator_inside_of_a_graph_is_named(model):
     assert any(text.startswith("CUDA graphs: 1 module ran") for text in verdict["rerun"]["not_restored"])
     assert calls == ["replayed"]
     model.log(torch.ones(1, 4) * 60)
-    assert calls == ["replayed"] * 2  # the graph is there again
+    assert calls == ["replayed"] * 2  # the graph is restored
 
 
 def test_a_model_that_is_a_graph_as_a_whole_is_executed_too():
@@ -132,7 +132,7 @@ def test_healthy_graphs_stay_as_they_are(model):
 
 
 class Layer(nn.Linear):
-    """Calls itself as Megatron-Core's layers do (0.16.1, core/transformer/module.py)."""
+    """``__call__`` is that of Megatron-Core's layers (0.16.1, core/transformer/module.py)."""
 
     cuda_graphs = ()
 
@@ -161,7 +161,7 @@ def is_graph_capturing():
 
 
 class LayerOf014(nn.Linear):
-    """Of 0.14 (core/transformer/transformer_layer.py)."""
+    """A layer of Megatron-Core 0.14 (core/transformer/transformer_layer.py)."""
 
     cuda_graphs = ()
 
@@ -216,7 +216,7 @@ def test_megatrons_graphs_of_layers_are_left_out_and_come_back():
 
 
 def test_graphs_that_cannot_be_left_out_are_told():
-    """0.13 takes an empty list for an order to capture."""
+    """In 0.13, an empty list would start a capture."""
     layer = LayerOf013(2, 2)
     layer.cuda_graphs = [replayed]
     with without_graphs([layer]):
@@ -232,7 +232,7 @@ def test_a_graph_of_training_is_no_business_of_an_evaluation(model):
 
 
 class Graph:
-    """Stands for torch.cuda.CUDAGraph: reads and writes the memory of its capture."""
+    """A fake torch.cuda.CUDAGraph: reads and writes the memory of its capture."""
 
     def __init__(self, given, result):
         self.given, self.result = given.numpy(), result.numpy()
@@ -285,7 +285,7 @@ def test_replays_of_an_evaluation_and_of_modules_that_run_without_are_not_named(
     of_modules = compile("graph.replay()", "/site-packages/torch/cuda/graphs.py", "exec")
     exec(of_modules, {"graph": graph})
     assert said == []
-    with without_graphs([]):  # still replayed there: by a function that is no module's
+    with without_graphs([]):  # still replayed here, by a function outside modules
         exec(of_modules, {"graph": graph})
     assert len(said) == 1 and "torch/cuda/graphs.py:1" in said[0]
     for _ in range(2):

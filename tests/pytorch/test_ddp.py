@@ -1,4 +1,4 @@
-"""DistributedDataParallel: each rank's own gradients are seen before they are reduced; nothing changes."""
+"""DistributedDataParallel: each rank's own gradients are scanned before reduction; results do not change."""
 
 import ctypes
 import json
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """One rank's. ``fault(parameter)`` runs in backward, when a gradient of the head is ready."""
+    """One rank's training. ``fault(parameter)`` runs in backward, when a gradient of the head is ready."""
 
     def __init__(self, rank, variant, fault=lambda parameter: None):
         torch.manual_seed(0)
@@ -113,7 +113,7 @@ def once_on_rank_1(rank, world_size, variant, call):
     return None
 
 
-# Which backward of step 2: its first, and the second where there is one.
+# The backward of step 2: its first, and its second if there is one.
 BACKWARDS = [
     (variant, call)
     for variant in VARIANTS
@@ -252,7 +252,7 @@ def test_of_two_wrappers_each_goes_by_its_own_synchronisation(wrong):
 
 
 def backward_before_the_closure(rank, world_size):
-    """Of a warm-up, which nobody scans: the steps that follow are seen all the same."""
+    """A warm-up is not scanned; the following steps are."""
     calls = []
 
     def corrupt(gradient):
@@ -279,7 +279,7 @@ def bad_buffer_of_rank_0(rank, world_size, level):
     training = Training(rank, "plain")
     nanlocator.watch(training.ddp, training.optimizer, level=level)
     training.step()
-    training.model.eval()  # batch norm uses its running mean, which rank 0 sends to all before forward
+    training.model.eval()  # batch norm uses its running mean, which rank 0 broadcasts before forward
     if rank == 0:
         training.model.body[1].running_mean[3] = math.nan
     training.ddp(torch.randn(6, 4)).backward()
@@ -298,12 +298,12 @@ def test_a_bad_buffer_that_is_broadcast_is_rank_0s(level):
 
 
 def spoil(tensor, element):
-    """As no operator does it."""
+    """Writes a NaN without an operator."""
     ctypes.c_float.from_address(tensor.data_ptr() + 4 * element).value = math.nan
 
 
 class Damaged:
-    """What rank 1 gets out of the second collective is wrong, and `always` of the later ones, too."""
+    """Rank 1's result of the second collective is wrong; with `always`, also those of later ones."""
 
     def __init__(self, rank, always):
         self.is_wrong_rank, self.always, self.calls = rank == 1, always, 0
@@ -382,7 +382,7 @@ def train(training, level):
 
 
 def each_way(*usual, others):
-    """Whether the damage comes again, and the level of the watch: each once, then the rest."""
+    """Cases of (does the damage repeat, the watch's level): `usual` has each value, `others` the rest."""
     marked = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in others]
     return pytest.mark.parametrize(("always", "level"), [*usual, *marked])
 
@@ -391,7 +391,7 @@ def each_way(*usual, others):
 def test_a_bucket_that_arrives_wrong_is_the_reductions(always, level):
     for verdict in run_ranks(2, damaged_bucket, always, level):
         (origin,) = verdict["origins"]
-        # Where the callback runs on a thread that is traced its write is no part of the collective.
+        # If the callback runs on a traced thread, its write is not part of the collective.
         assert origin["cause"] in ("collective_result", "memory_corruption")
         assert (origin["phase"], origin["coordinates"]["rank"]) == ("grad_reduced", 1)
         assert origin["parameter"]

@@ -1,5 +1,5 @@
-"""Bundles of custom operators and of Triton's kernels, executed again in processes that know neither the
-model nor, of the exported script, nanlocator."""
+"""Bundles of custom operators and of Triton's kernels, executed again in processes without the model; an
+exported script runs without nanlocator too."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def planted(x):
     return x + torch.ops.planted.root(x.detach(), by=2.0)
 """
 
-# As torch.library's own functions register it: no line of this file is known to the dispatcher.
+# Registered by torch.library's own functions: the dispatcher knows no line of this file.
 DEFINED_BY_FUNCTIONS = """
 import numpy
 import torch
@@ -97,7 +97,7 @@ REGISTRATIONS = {"custom_op": CUSTOM_OP, "Library": DEFINED, "define": DEFINED_B
 
 
 def registered_by(*usual):
-    """Each way; those beside the `usual` are combinations of what other tests run."""
+    """All ways to register; those not in `usual` combine features that other tests run."""
     marks = {kind: [] if kind in usual else pytest.mark.exhaustive for kind in REGISTRATIONS}
     cases = [pytest.param(text, id=kind, marks=marks[kind]) for kind, text in REGISTRATIONS.items()]
     return pytest.mark.parametrize("text", cases)
@@ -114,14 +114,14 @@ def exported_operator(bundle, *options, **where):
 
 
 def refused_export(bundle):
-    """What the script says that would have had to load what the bundle names."""
+    """The error of an exported script that does not load the bundle's code."""
     done = exported(bundle, bundle / "tensors.safetensors")
     assert done.returncode == 1 and "nan" not in done.stdout
     return done.stderr
 
 
 def refusal(bundle):
-    """Of this process, in which the operator is not registered either."""
+    """The error of a replay in this process, in which the operator is not registered either."""
     with pytest.raises((nanlocator.UnsupportedError, nanlocator.FormatError)) as raised:
         nanlocator.replay.run(bundle)
     return str(raised.value)
@@ -135,7 +135,7 @@ def is_bad_again(done):
 
 @pytest.fixture
 def planted_operators():
-    """In the folder of the program."""
+    """Copies the library into the program's folder."""
     built = BUILD / "tests" / "planted_operators.so"
     if not built.exists():
         pytest.skip("planted_operators.so is built with the C++ tests")
@@ -158,7 +158,7 @@ def test_an_operator_of_a_module_is_replayed_and_exported_by_the_modules_name(te
 
 @registered_by("define")
 def test_elsewhere_the_statements_that_register_it_are_run_where_that_is_allowed(text, own_folder):
-    """The module that holds them is gone, and so is all else of it."""
+    """The whole package with their module is gone."""
     files = {"pkg/__init__.py": "", "pkg/helpers.py": "", "pkg/my_ops.py": f"from . import helpers\n{text}"}
     _, bundle = trained(files | {"train.py": "import torch\nfrom pkg.my_ops import planted\n" + TRAINING})
     shutil.rmtree("project/pkg")
@@ -323,7 +323,7 @@ def launch(x, y):
     kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel())
 """,
 }
-# A name that is not the function's own: the kernel cannot be written down by itself.
+# A name that differs from the function's: the kernel's source cannot be written as a module.
 KERNELS |= {
     f"{name} without source": text.replace("import root", "import root as square_root").replace(
         "root(tl.load", "square_root(tl.load"
@@ -351,7 +351,7 @@ def trained_with_kernel(name, **variables):
     return bundle
 
 
-# One of each launcher, one with and one without its source.
+# One per launcher, one with and one without source.
 USUAL = ("autotuned", "plain without source")
 
 
@@ -374,7 +374,7 @@ def test_a_kernel_of_triton_runs_by_the_exported_script(name):
 
 @pytest.mark.parametrize("name", ["plain", "autotuned"])
 def test_the_source_in_a_bundle_is_executed_where_that_is_allowed_and_nowhere_else(name, own_folder):
-    """The module is mended after the run: what replays is the module, or with consent what ran then."""
+    """The module is fixed after the run: a replay runs the fixed module, or with consent the old code."""
     bundle = trained_with_kernel(name, TRITON_PLANTED="then")
     path = Path("project/my_kernels.py")
     path.write_text(

@@ -1,4 +1,4 @@
-"""TransformerEngine's delayed scaling and the re-run: an overflow that a stale scale makes is there again."""
+"""TransformerEngine's delayed scaling and the re-run: an overflow from a stale scale repeats."""
 
 import sys
 
@@ -11,7 +11,7 @@ from nanlocator import LocatingOptimizer, NonFiniteGradientError
 
 
 def train(state, magnitudes):
-    """One step for each magnitude of the batch; the verdict, where one was bad."""
+    """One step for each magnitude of the batch. Returns the verdict if a step was bad."""
     torch.manual_seed(5)
     model = nn.Sequential(ScaledLinear(4, 8, state), nn.Linear(8, 2))
     optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)

@@ -1,4 +1,4 @@
-"""Loops that make their gradients, or change their weights, by themselves: ``torch.autograd.grad`` and
+"""Loops that compute gradients or change weights themselves: ``torch.autograd.grad`` and
 ``parameter.grad = ...``, and sharpness-aware minimisation, which moves the weights between two backwards."""
 
 import pytest
@@ -16,7 +16,7 @@ def two_headed():
 
 
 def losses_of(model, fault):
-    """Of two tasks; the first one's is bad in forward, or its gradient is."""
+    """Losses of two tasks. The first loss or its gradient is bad."""
     first, second = model(torch.randn(8, 4)).unbind(1)
     if fault == "loss":
         first = torch.log(first - 100)
@@ -32,7 +32,7 @@ def set_gradients(model, losses):
 
 
 def project_gradients(model, losses):
-    """Those of one task without what goes against the other one's (PCGrad)."""
+    """Removes from one task's gradients the component that conflicts with the other's (PCGrad)."""
     parameters = list(model.parameters())
     first, second = (torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses)
     for p, a, b in zip(parameters, first, second, strict=True):
@@ -101,7 +101,7 @@ def test_healthy_steps_are_the_same_bit_for_bit(way):
 
 
 def test_a_step_of_which_each_optimizer_uses_a_part_is_scanned_once():
-    """As an actor's and its critic's: a clip between the two updates changes gradients that were seen."""
+    """As with an actor and a critic: a clip between the two updates changes gradients already scanned."""
     torch.manual_seed(0)
     actor, critic = nn.Linear(4, 1), nn.Linear(4, 1)
     optimizers = [torch.optim.SGD(each.parameters(), 1e-2) for each in (actor, critic)]
@@ -187,7 +187,7 @@ def test_a_model_that_writes_to_its_own_weights_in_forward_is_restored():
 
 
 def sharpness_aware(bad_pass):
-    """Verdicts of each loop's number."""
+    """Verdicts by the number of the loop's step."""
     model = two_headed()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     watch = nanlocator.watch(model, optimizer, on_bad="report")

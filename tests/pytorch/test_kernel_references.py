@@ -1,4 +1,4 @@
-"""Every reference for kernels beside PyTorch's operators and their autograd, and where none is offered."""
+"""Every kernel reference, compared with PyTorch's operators and autograd; and calls without a reference."""
 
 import contextlib
 import functools
@@ -19,12 +19,12 @@ def randn(*shape):
 
 
 def autograd(function, gradient, *tensors):
-    """Of those of ``tensors`` that hold floating-point numbers."""
+    """Gradients of the floating-point tensors among ``tensors``."""
     leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
     return torch.autograd.grad(function(*leaves), [t for t in leaves if t.requires_grad], gradient)
 
 
-CASES = {}  # family and variant -> () -> (kernel, its tensors by name, numbers, what is expected of it)
+CASES = {}  # family and variant -> () -> (kernel, its tensors by name, numbers, expected results)
 
 
 def case(family, variant=""):
@@ -177,7 +177,7 @@ for trans_a in (False, True):
 
         @case("gemm", f"{trans_a} {trans_b}")
         def _(trans_a=trans_a, trans_b=trans_b):
-            """In columns, as cuBLAS has them: in rows D is op(B) op(A)."""
+            """cuBLAS's matrices are column-major: in row-major order D is op(B) op(A)."""
             a = randn(5, WIDTH).T.contiguous().T if trans_a else randn(WIDTH, 5)
             b = randn(WIDTH, ROWS) if trans_b else randn(ROWS, WIDTH)
             d, bias = randn(ROWS, 5), randn(5)
@@ -258,7 +258,7 @@ for variant, rotate in (("halves", rotated), ("pairs", rotated_pairs)):
 
 
 def attention(q, k, v, is_causal, scale):
-    """Of (heads, length, width), with as many heads of k and v; a row that sees nothing gives 0."""
+    """Attention of (heads, length, width), with as many heads of k and v; a fully masked row gives 0."""
     rows, columns = q.shape[-2], k.shape[-2]
     mask = torch.ones(rows, columns, dtype=torch.bool)
     mask = mask.tril(columns - rows) if is_causal else mask
@@ -266,7 +266,7 @@ def attention(q, k, v, is_causal, scale):
 
 
 def packed(q, k, v, of_q, of_k, is_causal, scale):
-    """Of (tokens, heads, width); fewer heads of k and v are shared."""
+    """Attention of (tokens, heads, width); if k and v have fewer heads, they are shared."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     parts = [t.transpose(0, 1).split(lengths, 1) for t, lengths in ((q, of_q), (k, of_k), (v, of_k))]
     return torch.cat([attention(*each, is_causal, scale) for each in zip(*parts, strict=True)], 1).transpose(
@@ -278,7 +278,7 @@ LENGTHS, LENGTHS_OF_K = [3, 0, 5], [4, 2, 5]
 
 
 def flash(entry, count, tensors, scalars):
-    """Of the C++ entry of ``count`` arguments: its tensors, and all numbers that it takes."""
+    """A call of the C++ entry with ``count`` arguments: its name, its tensors, its numbers."""
     names = argument_names(f"flash_attn_2_cuda::{entry}", count)
     assert set(tensors) <= set(names) and set(scalars) <= set(names)
     return f"flash_attn_2_cuda::{entry}", {n: tensors[n] for n in names if n in tensors}, scalars
@@ -326,7 +326,7 @@ for is_causal in (False, True):
         return *flash("varlen_bwd", 24, tensors | ENDS | {"rng_state": None}, numbers), list(expected)
 
     def of_batches(q, k, v, is_causal=is_causal):
-        """Of (batch, length, heads, width)."""
+        """Attention of (batch, length, heads, width)."""
         each = zip(q, k, v, strict=True)
         return torch.stack([packed(*one, [ROWS], [ROWS + 1], is_causal, 0.3) for one in each])
 
@@ -347,12 +347,12 @@ for is_causal in (False, True):
 
 
 def values(kernel, tensors, scalars, family=None):
-    """Of all references that are offered, or of those of ``family``, and that take these tensors."""
+    """Values of all offered references, or of ``family``'s, that accept these tensors."""
     given = [torch.empty(3) if each is None else each for each in tensors.values()]
     found = []
     for name, reference in references_of(kernel, list(tensors), scalars):
         if family in (None, name):
-            with contextlib.suppress(RuntimeError):  # of another layout, as the engine passes over it
+            with contextlib.suppress(RuntimeError):  # another layout: the engine skips it too
                 found += reference(given)
     return found
 
@@ -423,7 +423,7 @@ def test_a_window_that_ends_at_the_token_itself_is_a_causal_mask():
 
 
 def test_tokens_of_no_sequence_have_no_value():
-    """Nobody has promised that a kernel writes what lies behind the last sequence."""
+    """A kernel need not write the elements after the last sequence."""
     kernel, tensors, scalars, _ = VARLEN_BACKWARD()
     short = ends_of([3, 0, 2])
     found = values(kernel, tensors | {"cu_seqlens_q": short, "cu_seqlens_k": short}, scalars)
@@ -439,7 +439,7 @@ def test_the_number_of_arguments_tells_the_release(kernel):
 
 
 def test_a_program_adds_the_signature_of_its_own_kernel():
-    """Without it the second tensor of this norm could be a weight or anything else."""
+    """Without it, this norm's second tensor could be a weight or anything else."""
     x, weight = randn(ROWS, WIDTH), randn(WIDTH)
     register_signature("my_extension::rms_norm", "out input weight epsilon")
     names = argument_names("my_extension::rms_norm", 4)
@@ -450,7 +450,7 @@ def test_a_program_adds_the_signature_of_its_own_kernel():
 
 
 def test_the_names_of_a_call_are_those_of_the_signature():
-    """Counted in v2.4.1 and v2.8.3 of flash_api.cpp."""
+    """The numbers of arguments are from flash_api.cpp, v2.4.1 and v2.8.3."""
     old, new = (argument_names("flash_attn_2_cuda::varlen_bwd", count) for count in (23, 24))
     assert (old[6], old[17], old[21]) == ("dq", "is_causal", "gen")
     assert (new[6], new[17], new[20]) == ("dq", "is_causal", "softcap")

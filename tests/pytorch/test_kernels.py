@@ -36,7 +36,7 @@ from nanlocator.calls.kernels import Entry, KernelCalls, _argument_names, named_
 
 PLANTED = Path(kernel_models.__file__)
 BUILT = str(Path(kernels.__file__).parent)
-# Kernels of DEFINITIONS, and the references that know them.
+# Kernels of DEFINITIONS, and their references.
 FUSED = {
     **{name: name for name in ("relu", "sigmoid", "exp", "gelu", "log_softmax", "geglu")},
     **{
@@ -68,7 +68,7 @@ def around(guilty):
 
 @pytest.fixture
 def garbage():
-    """Memory that is handed out holds NaN, as it does where a bad step has used it before."""
+    """Newly allocated memory holds NaN, as after a bad step."""
     kernels.spoil_memory(True)
     yield
     kernels.spoil_memory(False)
@@ -90,28 +90,28 @@ UNWRITTEN, WRONG = "leaves_unwritten", "wrong_values"
 
 @dataclass
 class Fault:
-    """What is planted, and what is to be said of it."""
+    """A planted fault, and the expected verdict."""
 
     make: Callable[[], nn.Module]
     kernel: str  # of planted_kernels, or "module::entry"
     where: Any  # the bad elements of the output, or a function of the module's input that gives them
-    conclusion: str  # of the call that is executed again
-    reference: str = ""  # that judges
+    conclusion: str  # of the repeated call
+    reference: str = ""  # the reference that judges the call
     cause: str = "kernel_bug"
     phase: str = "forward"
     batch: int = 6
-    line: str = ""  # what stands in the line that is to be named; "": a call of the kernel
-    planted: str = ""  # in a library without names for arguments
+    line: str = ""  # text of the expected source line; "": a call of the kernel
+    planted: str = ""  # in a library without argument names
 
 
 def called(kernel, fault, where, conclusion, reference="", **others):
-    """By its own method of Called."""
+    """A kernel that a method of Called calls."""
     scale = others.pop("scale", 1.0)
     return Fault(lambda: Called(kernel, fault, scale=scale), kernel, where, conclusion, reference, **others)
 
 
 def fused(kernel, reference):
-    """Its last row, where no method calls it."""
+    """A kernel that no method of Called calls; the fault is its last row."""
     phase = "backward" if kernel.endswith("backward") else "forward"
     where = at[4] if kernel == "embedding_backward" else at[5]
     line = f"# planted: fused {phase}"
@@ -125,13 +125,13 @@ def in_library(make, kernel, fault, where, conclusion, reference, line, **others
 
 
 def overflowing(x):
-    """Of a softmax without the rows' maxima."""
+    """Bad elements of a softmax without the rows' maxima."""
     exponentials = (200.0 * x).exp()
     return ~(exponentials / exponentials.sum(1, keepdim=True)).isfinite()
 
 
 def overflowing_attention(x):
-    """Of two sequences, causal, without the rows' maxima."""
+    """Bad elements of causal attention over two sequences, without the rows' maxima."""
     scores = [(half @ half.T * 20.0**2 * 0.5).tril().exp() for half in x.split(x.shape[0] // 2)]
     return torch.cat([each.isinf().any(1) for each in scores])[:, None, None].expand(-1, 1, x.shape[1])
 
@@ -173,7 +173,7 @@ FAULTS = {
     "a norm that reads beyond each row": called("layer_norm", "beyond", at[:], "reads_outside"),
     "last id of an embedding": called("embedding", "last", at[5], UNWRITTEN, "embedding"),
     "one element of an embedding": called("embedding", "element", at[0, 5], WRONG, "embedding"),
-    # Of six losses five are too few to know the reference by.
+    # Of six losses, five are too few to validate the reference.
     "an ignored label": called("cross_entropy", "ignored", at[3], "bad_again", cause="unknown"),
     "an ignored label of many": called("cross_entropy", "ignored", at[3], WRONG, "cross entropy", batch=16),
     "one element of a product": called("gemm", "element", at[1, 2], WRONG, "gemm"),
@@ -270,7 +270,7 @@ def replayed(origin):
 
 
 def expected_elements(fault, model, shape):
-    """Which of an output of ``shape`` are bad."""
+    """A mask of the bad elements of an output of ``shape``."""
     if callable(fault.where):
         torch.manual_seed(0)
         with torch.no_grad():
@@ -281,12 +281,12 @@ def expected_elements(fault, model, shape):
 
 
 def extent_of(is_bad):
-    """In each dimension the first and the last index at which an element is bad, and how many there are."""
+    """For each dimension, the first and last index with a bad element, and the number of such indices."""
     found = [where.unique().tolist() for where in is_bad.nonzero().unbind(1)]
     return [{"first": each[0], "last": each[-1], "count": len(each)} for each in found]
 
 
-# The references have tests of their own: one of a forward, of a backward, and of rows that are chosen.
+# The references have their own tests; here one forward, one backward and one lookup of rows are enough.
 OTHER_REFERENCES = FUSED.keys() - {"log_softmax", "rms_norm_backward", "embedding_backward"}
 
 
@@ -308,7 +308,7 @@ def test_a_kernel_with_a_bug_is_named_and_its_call_shows_the_bug_alone(case, gar
     assert replayed(origin) == (fault.conclusion, fault.reference)
     tensor = origin["tensor"]
     bad = tensor["nan"] + tensor["pos_inf"] + tensor["neg_inf"]
-    if fault.conclusion == "varies":  # which element it is, the number of the call says
+    if fault.conclusion == "varies":  # the call's number determines the element
         assert bad == 1
     else:
         is_bad = expected_elements(fault, model, tensor["shape"])
@@ -345,7 +345,7 @@ def flash_backward(tensors, dq, dk, dv, ends):
 def test_inside_a_custom_operator_it_is_the_kernel_that_is_named(
     fault, role, bad, garbage, plant, monkeypatch
 ):
-    """flash-attn calls its own so since 2.7, and gives the operator dq, dk and dv to fill."""
+    """Since 2.7, flash-attn calls its kernels in an operator, which fills dq, dk and dv."""
 
     class Wrapped:
         varlen_fwd = staticmethod(library.varlen_fwd)
@@ -369,7 +369,7 @@ def test_inside_a_custom_operator_it_is_the_kernel_that_is_named(
 def test_a_release_whose_arguments_nobody_has_read_is_judged_by_no_reference(
     fault, garbage, plant, monkeypatch
 ):
-    """Whether a mask was to be causal, its call no longer says."""
+    """Without names, the call does not show whether a mask should be causal."""
     entry = {"mask": "varlen_fwd", "row": "varlen_bwd"}[fault]
     monkeypatch.setitem(kernel_signatures._names, f"flash_attn_2_cuda::{entry}", {})
     plant(fault)
@@ -415,7 +415,7 @@ def test_an_operator_that_reads_memory_that_nobody_wrote(garbage):
 
     (origin,) = verdict_of(around(Padded()))["origins"]
     assert (origin["cause"], origin["module"]) == ("uninitialised_memory", "2")
-    assert origin["operator"].startswith(("aten::mean", "aten::sum"))  # the one inside the other
+    assert origin["operator"].startswith(("aten::mean", "aten::sum"))  # one inside the other
 
 
 @pytest.mark.parametrize("what", ["kernel", "reference"])
@@ -461,7 +461,7 @@ ALLOCATIONS = {
 
 
 class OneRowMore(nn.Module):
-    """Reads a row that nobody has written; `is_filled`: it has been."""
+    """Reads an unwritten row, or with `is_filled` a written one."""
 
     def __init__(self, allocate, is_filled):
         super().__init__()
@@ -630,7 +630,7 @@ def test_a_tensor_in_a_list_goes_by_one_name_in_the_birth_and_in_what_is_kept_of
 
 
 def test_a_default_with_a_colon_is_no_argument():
-    """As pybind11 documents those of an enumeration."""
+    """As pybind11 documents a default that is a member of an enumeration."""
 
     def live():
         """f(input: torch.Tensor, otype: DType = <DType.kFloat32: 4>, *, eps: float = 1e-05) -> object"""

@@ -297,7 +297,7 @@ for threshold in range(1, 200, 3):  # most of what is allocated are frames that 
 print("done")
 """
     Path("train.py").write_text(script)
-    result = run_python("train.py")  # in whose collections torch's modules are not looked through
+    result = run_python("train.py")  # its collections are searched without torch's modules
     assert result.stdout == "done\n", result.stderr
 
 

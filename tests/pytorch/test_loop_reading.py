@@ -1,4 +1,4 @@
-"""What a loop's calls say beside its steps, by a LoopReading that no loop drives."""
+"""Facts from a loop's calls other than its steps, with a LoopReading that no loop drives."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_a_bad_loss_that_was_read_before_gradients_were_zeroed_was_left(loop):
     loop.begin_forward([torch.tensor(1.0), LOSS], bad_among)
     (left,) = loop.take_left_losses()
     assert left is LOSS
-    assert loop.take_left_losses() == []  # told once
+    assert loop.take_left_losses() == []  # reported once
 
 
 def test_the_first_bad_loss_that_was_left_stays_the_one(loop):
@@ -45,7 +45,7 @@ def test_the_first_bad_loss_that_was_left_stays_the_one(loop):
 def test_a_loss_whose_step_goes_on_is_not_left(loop, had_backward):
     loop.zero_gradients([], had_backward=had_backward)
     if not had_backward:
-        loop.begin_computation()  # of the step that it is read in
+        loop.begin_computation()  # of the step that reads it
     loop.begin_forward([LOSS], bad_among)
     assert loop.take_left_losses() == []
 

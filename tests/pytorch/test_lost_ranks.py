@@ -1,6 +1,6 @@
-"""A rank is killed in the middle of a step: the others end in time, and their files say which it was.
+"""A rank is killed in the middle of a step: the others end in time, and their files name it.
 
-NANLOCATOR_TEST_REPETITIONS (default 1): how often each moment is tried.
+NANLOCATOR_TEST_REPETITIONS (default 1): number of tries of each moment.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ from test_ranks import backward, make
 
 import nanlocator
 
-DEADLINE = 2.0  # gather_deadline: a rank is lost after 1 s, and all know it two looks of 0.17 s later
-# For the machine that runs this beside other things: five times what it takes on a quiet one.
+DEADLINE = 2.0  # gather_deadline: a rank is lost after 1 s; all know it two polls of 0.17 s later
+# For a busy machine: five times the duration on a quiet one.
 IN_TIME = 5 * DEADLINE
 VICTIM = 2
 OTHERS = (0, 1, 3)
@@ -34,7 +34,7 @@ def die() -> None:
 
 
 def die_at(moment, locator):
-    """In the second step, as far as the engine has come with it at that moment."""
+    """Dies in the second step, after the engine has reached that moment."""
     locator.begin_step(2)
     if moment in ("gathering", "concluding"):
         locator.start_agreement()
@@ -59,8 +59,8 @@ def one_rank_dies(rank, world_size, moment):
         return "went on", time.time()
     except nanlocator.Error as error:
         if rank == 0:
-            # A rank that gloo leaves in the flag's reduction, as it has no connection to the victim there,
-            # ends when its neighbours do. By then it needs no Store any more.
+            # A rank without a connection to the victim may wait in gloo's reduction of the flag until its
+            # neighbours end. By then it no longer needs the Store.
             time.sleep(DEADLINE)
             excuse(*OTHERS)
         return type(error).__name__, time.time()
@@ -99,8 +99,8 @@ def check_status(states):
 
 
 def one_rank_dies_while_others_hang(rank, world_size):
-    """Rank 0 is in a transfer from rank 3, which is alive and in a call that holds Python's lock, as a kernel
-    launch into a full queue does; rank 1 is idle."""
+    """Rank 0 waits for a transfer from rank 3, which is alive in a call that holds Python's GIL, such as a
+    kernel launch into a full queue; rank 1 is idle."""
     model, optimizer = make(rank, gather_deadline=DEADLINE)
     backward(model, rank)
     optimizer.step()
@@ -140,7 +140,7 @@ def the_host_of_the_store_dies(rank, world_size):
     backward(model, rank)
     optimizer.step()
     dist.barrier()
-    time.sleep(DEADLINE)  # until all are connected: torch's client goes on trying to connect for a minute
+    time.sleep(DEADLINE)  # until all are connected: torch's client tries to connect for a minute
     if rank == 0:
         die()
     started = time.monotonic()
@@ -150,7 +150,7 @@ def the_host_of_the_store_dies(rank, world_size):
         optimizer._driver.locator.finish_agreement()
     except nanlocator.AgreementError as error:
         text = str(error)
-    # ranks.py tells rank 0 that this one has ended, and rank 0 hosted that Store.
+    # ranks.py would report the end to rank 0, which hosted that Store.
     Path(f"told{rank}").write_text(json.dumps([text, time.monotonic() - started]))
     os._exit(0)
 
@@ -173,7 +173,7 @@ def one_rank_raises(rank, world_size, error):
     optimizer.step()
     dist.barrier()
     if rank == 1:
-        # What the interpreter does for an exception that nobody catches, in a process that must live on.
+        # As the interpreter does for an uncaught exception, but in a process that must continue.
         sys.last_value = error
         optimizer._driver.connection._goodbye()
         return "raised"
@@ -232,7 +232,7 @@ def one_rank_is_terminated(rank, world_size, is_in_rerun, has_handler):
         (model(torch.ones(2, 4)).sum() * (float("nan") if rank == 1 else 1)).backward()
         if calls == 1 + is_in_rerun and rank == (1 if is_in_rerun else 0):
             if not is_in_rerun:
-                time.sleep(1.0)  # the other one waits in the agreement
+                time.sleep(1.0)  # the other rank waits in the agreement
                 os.kill(int(Path("process").read_text()), signal.SIGTERM)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,5 +1,5 @@
-"""Models of transformers whose fresh memory is full of NaN, as after a bad step: what is read before it is
-written would show, and nothing is found that was not planted."""
+"""Models of transformers whose fresh memory is full of NaN, as after a bad step: a read of unwritten memory
+would show, and only planted faults are found."""
 
 import pytest
 import torch
@@ -118,12 +118,12 @@ def test_a_healthy_model_reads_nothing_that_was_not_written(name, capfd):
     assert verdict_of(name, rerun="always") is None
     if (
         torch.get_default_device().type == "cpu"
-    ):  # longformer's backward adds in another order each time on a GPU
+    ):  # on a GPU, longformer's backward adds in a different order each time
         assert "other bits" not in capfd.readouterr().err
 
 
-# The one whose weights alone are read, experts that are filled one by one, windows that are cut out of a
-# longer sequence, and a mask in fresh memory.
+# In this order: a model that reads only weights, experts that are filled one by one, windows that are cut out
+# of a longer sequence, and a mask in fresh memory.
 USUAL = ("gpt2", "mixtral", "longformer", "wav2vec2")
 each_model = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.exhaustive) for name in MODELS]
@@ -132,14 +132,14 @@ each_model = pytest.mark.parametrize(
 
 @each_model
 def test_an_overflow_is_no_memory_that_nobody_wrote(name):
-    """The step is executed again with 1 in fresh memory."""
+    """The step is re-run with 1 in fresh memory."""
     (origin,) = verdict_of(name, lambda loss: torch.exp(loss * 1000))["origins"]
     assert (origin["operator"], origin["cause"]) == ("aten::exp", "operator_overflow")
 
 
 @each_model
 def test_what_is_gone_is_no_memory_that_nobody_wrote(name):
-    """The step is executed again with NaN in fresh memory."""
+    """The step is re-run with NaN in fresh memory."""
 
     def corrupt(model):
         gradient = next(p.grad for p in model.parameters() if p.grad is not None)

@@ -17,7 +17,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class WatchedModules:
-    """The `modules` level for one model, as a driver has it."""
+    """The `modules` level for one model, as in a driver."""
 
     def __init__(self, model):
         self._model = model
@@ -28,7 +28,7 @@ class WatchedModules:
         self._watch.begin_step()
 
     def collect(self, iteration):
-        """What was bad since `begin_step`, in execution order, and where it was born."""
+        """The bad tensors since `begin_step`, in execution order, and their births."""
         return self._watch.collect(
             iteration,
             [(shown(name), local_part(p)) for name, p in self._model.named_parameters()],
@@ -203,7 +203,7 @@ def test_modules_that_come_later_or_are_made_on_the_fly_are_named_below_their_ca
         root.inner.late = Named(seen)
         root.inner.blocks.append(Named(seen))
         root()
-        root.inner.late = Named(seen)  # in the place of the other
+        root.inner.late = Named(seen)  # replaces the other
         root()
         root.inner.late(None)  # outside its parent: only its class is known
     names = ["inner.late", "inner.blocks.0", "inner.plain.0", "inner.Named"]
@@ -222,7 +222,7 @@ def test_a_data_parallel_wrapper_is_not_part_of_the_names():
             seen.append(_C.current_module())
             self.fc(None)
 
-    class Wrapper(nn.Module):  # as DistributedDataParallel: the model is its `module`
+    class Wrapper(nn.Module):  # like DistributedDataParallel: the model is its `module`
         def __init__(self, module):
             super().__init__()
             self.module = module
@@ -245,7 +245,7 @@ def test_two_models_each_have_their_own_names():
     with ModuleHooks(a), ModuleHooks(b):
         a(None)
         b["x"](None)
-        nn.Sequential(Named(seen))(None)  # neither's
+        nn.Sequential(Named(seen))(None)  # of neither
     assert seen == ["0", "x", "Sequential.0"]
 
 
@@ -331,7 +331,7 @@ def test_compiled_and_scripted_modules_run():
         watched.remove()
 
 
-# --- what is seen --------------------------------------------------------------------------------
+# --- watched tensors -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -595,7 +595,7 @@ def test_each_step_is_on_its_own():
     loss.backward(retain_graph=True)
     assert watched.collect(2) == ([], [])
     watched.begin_step()
-    (loss * NAN).backward()  # a graph of the step before
+    (loss * NAN).backward()  # a graph from the step before
     assert watched.collect(3) == ([], [])
     watched.remove()
 

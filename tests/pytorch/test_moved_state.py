@@ -1,4 +1,4 @@
-"""What a pass moves beside its data: iterators that it draws from, buffers and attributes of modules."""
+"""State that a pass changes: iterators that it draws from, buffers and attributes of modules."""
 
 import functools
 import itertools
@@ -99,7 +99,7 @@ numbers = iter([0.0, 0.0, math.nan] + [0.0] * 100)
 
 
 class Moves(nn.Module):
-    """Computes something else in each call."""
+    """Computes a different result in each call."""
 
     def __init__(self, how):
         super().__init__()
@@ -146,7 +146,7 @@ def test_what_moves_with_each_pass_accuses_no_machine(name):
 
 
 class Replaces(nn.Module):
-    """Puts another value in the place of one in each call."""
+    """Replaces a value by another one in each call."""
 
     def __init__(self, calls, *, is_buffer):
         super().__init__()
@@ -174,7 +174,7 @@ def test_in_whose_place_a_forward_puts_another_is_put_back(calls, is_buffer):
 
 
 class BeginsOtherwise(nn.Module):
-    """Its first pass, and one after a reset, take another way."""
+    """Its first pass, and the first after a reset, take a different branch."""
 
     def __init__(self, how):
         super().__init__()
@@ -263,7 +263,7 @@ def test_what_the_loop_keeps_on_a_module_is_as_it_had_set_it_after_a_re_run():
 
 
 class KeepsItsResult(nn.Module):
-    """From its third call on."""
+    """Keeps its result from the third call on."""
 
     def __init__(self):
         super().__init__()

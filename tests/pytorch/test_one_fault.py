@@ -1,4 +1,4 @@
-"""One fault, from the step that stops to its replay and its report offline: the smoke test of a version of
+"""One fault, from the stopped step to its replay and its offline report: the smoke test for a version of
 torch (tools/test --torch X --smoke)."""
 
 import json

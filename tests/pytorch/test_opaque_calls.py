@@ -1,4 +1,4 @@
-"""Births before, after and inside calls that the dispatcher does not see: stand-ins for TransformerEngine."""
+"""Births before, after and inside calls that the dispatcher does not see; fakes of TransformerEngine's."""
 
 import math
 
@@ -12,7 +12,7 @@ from traced_models import declare
 from nanlocator import _C
 from nanlocator.calls.modules import ModuleHooks
 
-pytestmark = pytest.mark.host  # its kernels are the CPU's
+pytestmark = pytest.mark.host  # its kernels run on the CPU
 
 WIDTH = 4
 OPAQUE = {"linear": lambda: Linear(WIDTH, WIDTH), "norm": lambda: LayerNorm(WIDTH), "attention": Attention}
@@ -20,7 +20,7 @@ CHAINS = [1, 2, 3, 6]
 
 
 class Planted(nn.Module):
-    """Has a weight, so that a birth in backward reaches a gradient of its own module, too."""
+    """Has a weight, so that a birth in backward also reaches a gradient of its own module."""
 
     def __init__(self, compute) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ def chain(length_before: int, compute, length_after: int, kinds=tuple(OPAQUE), i
 
 
 def births_of(model: nn.Module, *, fused: bool = False, microbatches: int = 1, after_backward=None):
-    """The births that nobody else explains."""
+    """The births that no earlier birth explains."""
     with _C.OperatorTrace() as trace:
         declare(trace, model)
         buffer = torch.zeros(sum(p.numel() for p in model.parameters()))
         begin = 0
         for name, parameter in model.named_parameters():
-            if fused:  # as Megatron's buffer: one for all
+            if fused:  # like Megatron's buffer, one for all
                 parameter.main_grad = buffer[begin : begin + parameter.numel()].view_as(parameter)
                 begin += parameter.numel()
                 trace.declare(parameter.main_grad, "gradient", name)
@@ -141,7 +141,7 @@ def test_a_bad_weight_of_an_opaque_module_is_named(fused):
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_a_fused_weight_gradient_that_overflows_is_opaque_and_no_memory(microbatches):
-    class Scaled(torch.autograd.Function):  # finite gradients that overflow where they meet the input
+    class Scaled(torch.autograd.Function):  # finite gradients, whose product with the input overflows
         @staticmethod
         def forward(ctx, x):
             return x * 1
@@ -197,7 +197,7 @@ def test_memory_that_an_opaque_call_is_to_fill_is_no_input():
     def compute(x):
         bad = undefined(x)
         out = torch.empty_like(x).detach()
-        out.numpy()[:] = float("nan")  # what was there before
+        out.numpy()[:] = float("nan")  # the previous content
         return Filled.apply(bad, out)
 
     assert only(births_of(chain(1, compute, 1))) == ("nan", "forward", "guilty", "aten::log")
@@ -230,7 +230,7 @@ def test_a_bad_weight_that_a_kernel_reads_without_a_frame_is_named():
 
 
 class Spoil(torch.autograd.Function):
-    """Is given a part of a buffer, and spoils an element of it off the dispatcher."""
+    """Spoils an element of the given part of a buffer without the dispatcher."""
 
     @staticmethod
     def forward(ctx, x, part, is_bad):
@@ -244,7 +244,7 @@ class Spoil(torch.autograd.Function):
 
 
 def birth_beside_spoil(use):
-    """The one birth of ``use(x, buffer)``."""
+    """The only birth of ``use(x, buffer)``."""
     weight = torch.ones(4, requires_grad=True)
     with _C.OperatorTrace() as trace:
         trace.declare(weight, "parameter", "w")

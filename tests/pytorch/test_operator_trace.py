@@ -127,7 +127,7 @@ def test_a_planted_cause_is_named_with_operator_module_direction_and_element(nam
     explanation = run(plant, x)
     assert explanation.notes == []
     told = [t.birth for t in explanation.births]
-    # The plant's own birth: of several (Inf before NaN) the one that the table names.
+    # The plant's own birth; if there are several (Inf before NaN), the one in the table.
     births = [b for b in told if b.kind == kind and b.sighting.phase == phase]
     assert births, [(b.kind, b.sighting.phase, b.sighting.op) for b in told]
     birth = births[0]
@@ -327,7 +327,7 @@ def test_siblings_of_a_guilty_projection_are_not_blamed():
 
 
 class NumpyFunction(torch.autograd.Function):
-    """Computes in numpy: nothing of it is dispatched."""
+    """Computes in numpy, without the dispatcher."""
 
     plant = ""
 
@@ -596,7 +596,7 @@ def one_rank(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
-    # Up to torch 2.6 its destructor joins gloo's thread with the GIL held, which that one may wait for.
+    # Up to torch 2.6 its destructor joins gloo's thread while holding the GIL, which that thread may need.
     _kept_groups.append(torch.distributed.group.WORLD)
     torch.distributed.destroy_process_group()
 
@@ -606,7 +606,7 @@ def test_what_a_collective_leaves_bad_was_received_and_what_went_in_bad_was_not(
         y = x.detach() * 2
         work = torch.distributed.all_reduce(y, async_op=True)
         work.wait()
-        if is_broken:  # as a link or a reduction kernel would
+        if is_broken:  # like a bad link or reduction kernel
             write_behind(y, 1, NAN)
         return y
 
@@ -641,7 +641,7 @@ def test_what_was_handed_to_other_ranks_is_an_origin_where_this_rank_has_no_loss
     x = torch.tensor([1.0, 0.0])
     with _C.OperatorTrace() as trace:
         torch.distributed.all_reduce(torch.log(x))
-        torch.log(x)  # reaches nobody
+        torch.log(x)  # its result is not used
         explanation = trace.explain([], [])
     (traced,) = explanation.births
     assert traced.birth.sighting.op == "aten::log"
@@ -650,7 +650,7 @@ def test_what_was_handed_to_other_ranks_is_an_origin_where_this_rank_has_no_loss
 
 
 def test_what_came_back_bad_from_other_ranks_does_not_hide_what_was_handed_to_them(one_rank):
-    """An expert's tokens leave in one exchange and come back in another, on other memory."""
+    """An expert's tokens leave in one exchange and return in another, in other memory."""
     with _C.OperatorTrace() as trace:
         torch.distributed.all_reduce(torch.log(torch.zeros(1)))
         received = torch.ones(1)
@@ -827,7 +827,7 @@ def test_a_module_inside_a_checkpoint_is_no_custom_functions_code():
 
 
 def test_a_number_that_an_operator_reads_from_a_tensor_has_that_tensors_birth():
-    """As _scaled_mm does with its scales on a CPU without fp8."""
+    """Like _scaled_mm with its scales on a CPU without fp8."""
 
     def scaled(x, scale):
         product = torch.ops.aten.mul.Scalar(x, scale.item())
@@ -859,7 +859,7 @@ def test_a_custom_operator_is_marked_as_one():
     assert not only_birth(run(torch.log, with_zero(0, 0))).is_custom_operator
 
 
-# ---- What has no name ----------------------------------------------------------------------------------
+# ---- Tensors without a name ----------------------------------------------------------------------------
 
 
 def test_a_bad_tensor_that_a_module_holds_as_an_attribute_is_a_buffer_with_its_name():
@@ -902,7 +902,7 @@ def test_a_bad_tensor_that_a_module_holds_as_an_attribute_is_a_buffer_with_its_n
 
 def test_attributes_of_a_model_that_calls_a_list_buffers_are_found():
     model = nn.Linear(2, 2)
-    model.buffers = [torch.ones(1)]  # as Megatron's DistributedDataParallel
+    model.buffers = [torch.ones(1)]  # like Megatron's DistributedDataParallel
     assert [name for name, _ in tensor_attributes(model)] == ["buffers[0]"]
 
 

@@ -1,4 +1,4 @@
-"""An option is one row of nanlocator/engine/options.py. All that shows it comes from the row."""
+"""An option is one row of nanlocator/engine/options.py. Everything that shows it is derived from the row."""
 
 import datetime
 import os
@@ -24,7 +24,7 @@ HEAD = "class Options(TypedDict, total=False):\n"
 
 @pytest.fixture
 def imaginary(monkeypatch):
-    """The table has one row more, and the engine one field more."""
+    """Adds a row to the table and a field to the engine."""
     row = Annotated[int | None, Option(COUNT, "an imaginary one", only=("watch", "deepspeed"))]
 
     class More(options.Options, total=False):
@@ -152,13 +152,13 @@ def test_a_value_that_cannot_be_read_is_wrong_use(name, value):
         resolve_options({name: value}, "watch")
 
 
-# ---- nowhere else -------------------------------------------------------------------------------
+# ---- names of options elsewhere -----------------------------------------------------------------
 
-# Where the name of an option is a text, and why.
+# Other places that may contain an option's name as a string, with the reason.
 ELSEWHERE = {
     "include/nanlocator/step/locator_options.hpp": NAMES,  # the engine's field, by name
     "integrations/nanlocator/engine/options.py": NAMES,
-    # Keys of files that are no options.
+    # Keys in files, which are not options.
     "src/agree/rank_monitor.cpp": ["rerun"],  # an activity
     "src/record/ledger.cpp": ["level", "on_bad", "rerun"],
     "src/report/html.cpp": ["level"],
@@ -170,7 +170,7 @@ ELSEWHERE = {
     "src/trace/step_recorder.cpp": ["recorded_bytes"],
     "integrations/nanlocator/__main__.py": ["on_bad"],
     "integrations/nanlocator/megatron/launcher.py": ["on_bad", "output_dir"],
-    # Its own folder, and no stop of one rank alone.
+    # It has its own folder, and one rank must not stop alone.
     "integrations/nanlocator/loops/evaluation.py": ["output_dir", "on_bad"],
     "integrations/bindings/module.cpp": ["on_bad", "rerun"],  # the outcome of a policy; an activity
 }

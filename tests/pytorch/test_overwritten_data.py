@@ -1,4 +1,4 @@
-"""Loops that load the next batch into the memory of this one, before the bad step is executed again."""
+"""Loops that load the next batch into this batch's memory before the bad step is re-run."""
 
 import collections
 import dataclasses
@@ -45,7 +45,7 @@ def overwrite_by_numpy(buffer):
     buffer.numpy()[:] = np.random.randn(*buffer.shape)
 
 
-# Autograd itself refuses what its backward still needs.
+# Autograd itself refuses to overwrite tensors that its backward still needs.
 WHEN = {
     "after backward": ("late", overwrite),
     "before backward, unseen by autograd": ("early", overwrite_without_a_version),
@@ -88,8 +88,8 @@ def spoil(buffer):
 
 
 def marked(how, when):
-    """Each way to read runs where autograd sees no write; the other times with one that copies and one that
-    does not."""
+    """Each way to read runs with a write that autograd does not see; the other writes, with one way that
+    copies and one that does not."""
     marks = [pytest.mark.host] if when == "by numpy" else []
     if when != "before backward, unseen by autograd" and how not in ("itself", "scaled"):
         marks.append(pytest.mark.exhaustive)
@@ -237,7 +237,7 @@ def test_no_object_of_the_program_is_written_to_or_asked():
     x = torch.ones(2)
     cycle = []
     cycle.append(cycle)
-    with torch.device("cpu"):  # where lengths have to be
+    with torch.device("cpu"):  # lengths must be on the CPU
         packed = torch.nn.utils.rnn.pack_sequence([x])
     for value in (
         *(kind(x) for kind in (Batch, Packed, Validated, PlainBatch, Slotted, CopiesToItself)),
@@ -280,7 +280,7 @@ def test_a_model_that_writes_to_its_input_is_given_the_same_each_time():
 
 
 def test_what_is_kept_of_data_computes_the_same_bits():
-    """Its strides and its alignment are those of the original: kernels choose by them."""
+    """Its strides and alignment are those of the original, because kernels depend on them."""
     from nanlocator import _C
 
     storage = torch.randn(4096)
@@ -314,7 +314,7 @@ def test_weights_and_what_is_no_plain_memory_are_not_copied():
 
 
 class OfPairs(nn.Module):
-    """Takes another way for equal arguments."""
+    """Takes a different branch for identical arguments."""
 
     def __init__(self):
         super().__init__()
@@ -350,7 +350,7 @@ def verdict_of_large_data(rows, read, spoil, overwrite):
     return verdict_of_loop(model, compute, 2)
 
 
-ROWS = (1 << 20) // 16  # of a MiB
+ROWS = (1 << 20) // 16  # rows in a MiB
 
 
 @pytest.mark.host
@@ -397,7 +397,7 @@ def test_a_module_that_remembers_its_result_hides_no_transient_fault():
     torch.manual_seed(0)
     calls = iter([1.0, math.nan] + [1.0] * 9)
 
-    class Once(torch.autograd.Function):  # off the dispatcher, once
+    class Once(torch.autograd.Function):  # without the dispatcher, once
         @staticmethod
         def forward(ctx, x):
             y = x.clone()

@@ -1,4 +1,4 @@
-"""Frames of the user's code are known by where the packages are, whatever folders are called."""
+"""Frames of the user's code are recognised by the places of the packages, whatever the folders' names."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`pip install . --no-build-isolation`, as a user does it: package and command in a prefix of their own."""
+"""`pip install . --no-build-isolation`, as users run it: package and command in a separate prefix."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""One wrapper at each point: who is called in which order, and what is restored."""
+"""One wrapper at each point: the order of its subscribers, and what removal restores."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""Programs that check their loss by themselves, and end or leave a step: what they found is explained."""
+"""Programs that check their loss themselves and then end or leave the step: the verdict explains the loss."""
 
 import json
 import subprocess
@@ -181,7 +181,7 @@ CHECKS = {
 
 
 def leave(loop, *, is_bad=True):
-    """What the program prints, and its verdict, if any."""
+    """The program's output, and its verdicts."""
     Path("train.py").write_text(LEAVES.format(loop=loop, is_bad=is_bad))
     done = run_python("train.py")
     assert done.returncode == 0, done.stderr
@@ -209,7 +209,7 @@ def test_a_step_that_is_left_with_a_finite_loss_is_no_finding(loop):
 
 
 def test_a_number_that_is_read_and_not_differentiated_beside_the_loss_is_no_finding():
-    """The mean of a task without samples, which the program leaves out by itself."""
+    """The mean of a task without samples, which the program itself leaves out."""
     tasks = """
 for step in range(1, 6):
     optimizer.zero_grad()
@@ -222,7 +222,7 @@ for step in range(1, 6):
 
 
 def test_numbers_for_the_log_of_a_step_that_is_over_are_no_finding():
-    """The mean of a class that is not there, read after the update; its tensor lives into the next step."""
+    """The mean of an absent class, read after the update; its tensor lives into the next step."""
     logged = """
 for step in range(1, 6):
     hidden = model[0](torch.randn(8, 4))
@@ -268,7 +268,7 @@ def test_among_several_ranks_one_line_names_the_rank_whose_loss_was_bad():
 
 
 def watched_on_ranks(rank, world_size, port, gather_deadline):
-    """A model and its optimizer; each rank has the same."""
+    """A model and its optimizer, the same on each rank."""
     import torch
     import torch.distributed as dist
 

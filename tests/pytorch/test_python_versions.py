@@ -1,4 +1,4 @@
-"""By which Python an extension may be imported: told from version strings alone."""
+"""The Python versions that may import an extension, decided from version strings alone."""
 
 import platform
 

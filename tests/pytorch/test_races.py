@@ -1,7 +1,7 @@
 """Programs that use memory while a transfer between ranks still reads or writes it.
 
-Rank 1 comes to the transfer after everybody else has used the memory, or everybody waits until it is over,
-though not for it.
+Rank 1 reaches the transfer after all other ranks have used the memory; or all ranks sleep until the transfer
+has ended, but do not wait for it.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from nanlocator.exchange import transfers
 
 
 def gathered(parts, own, is_late):
-    """Where `is_late`, nothing is read or written before rank 1 is here: gloo's two threads wait for it."""
+    """With `is_late`, nothing is read or written before rank 1 arrives: gloo's two threads wait for it."""
     if is_late:
         if dist.get_rank() == 1:
             time.sleep(1.0)
@@ -32,7 +32,7 @@ def gathered(parts, own, is_late):
 
 
 class Gathered(nn.Module):
-    """Adds what all ranks have; `late` says in which of its calls rank 1 is late."""
+    """Sums over all ranks; `late` says in which of its calls rank 1 is late."""
 
     def __init__(self, waits, late):
         super().__init__()
@@ -41,7 +41,7 @@ class Gathered(nn.Module):
 
     def forward(self, x):
         call = next(self.calls)
-        parts = torch.full((2 * len(x), x.shape[1]), math.nan)  # until they have arrived
+        parts = torch.full((2 * len(x), x.shape[1]), math.nan)  # until the parts have arrived
         work = gathered(parts, x.detach(), self.late(call))
         if self.waits:
             work.wait()
@@ -51,7 +51,7 @@ class Gathered(nn.Module):
 
 
 class Averaged(nn.Module):
-    """Averages its gradient over the ranks by itself, through a buffer that it uses again."""
+    """Itself averages its gradient over the ranks, through a buffer that it reuses."""
 
     def __init__(self, waits, late):
         super().__init__()
@@ -123,7 +123,7 @@ ACCESS = {
 }
 
 
-# A copy_ is one more operator that writes.
+# copy_ is just another operator that writes.
 KINDS = [Gathered, Averaged, pytest.param(Copied, marks=pytest.mark.exhaustive)]
 
 
@@ -167,8 +167,8 @@ def test_another_fault_beside_a_transfer_that_nobody_waits_for_keeps_its_cause()
 
 
 def damage_once(rank, world_size, is_own):
-    """One element of rank 1's gradient, in the first pass; an operator runs while this gradient, or another
-    tensor, is reduced."""
+    """Damages an element of rank 1's gradient in the first pass, while an operator runs and this gradient, or
+    another tensor, is reduced."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = nanlocator.LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -204,7 +204,7 @@ def test_a_device_is_suspected_after_a_race_only_where_a_transfer_used_that_memo
 
 
 class NeverOver:
-    """A transfer that the peer begins only after something that this rank has not begun yet."""
+    """A transfer that the peer begins only after another transfer, which this rank has not begun yet."""
 
     def __init__(self):
         self.looks = 0

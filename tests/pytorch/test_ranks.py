@@ -1,4 +1,4 @@
-"""Several gloo ranks with torch's DistributedDataParallel: they agree, or all say why not."""
+"""Several gloo ranks with torch's DistributedDataParallel: they agree, or each reports why not."""
 
 import os
 import signal
@@ -83,14 +83,14 @@ def test_options_that_differ_are_refused_on_every_rank_alike():
 
 
 def one_rank_does_not_install(rank, world_size):
-    # The flag's group is made by all; then rank 1 goes elsewhere.
+    # All ranks make the flag's group; then rank 1 does something else.
     if rank == 1:
         torch.distributed.new_group()
         time.sleep(6)
         return "elsewhere"
     start = time.monotonic()
     try:
-        make_without_ddp(gather_deadline=0.3)  # ranks get ten times that to install
+        make_without_ddp(gather_deadline=0.3)  # ranks have ten times that to install
     except nanlocator.AgreementError as error:
         return str(error), time.monotonic() - start
 
@@ -122,7 +122,7 @@ def killed_between_flag_and_gathering(rank, world_size):
 
 
 def agree_and_die(locator):
-    """When the finding is already agreed upon: in place of its own conclusion."""
+    """Dies after the agreement on the finding, instead of concluding."""
     locator.begin_step(1)
     locator.start_agreement()
     locator.finish_agreement()

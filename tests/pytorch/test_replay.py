@@ -29,7 +29,7 @@ class Output:
 
 
 class Block(nn.Module):
-    """Keyword tensor, dataclass output, buffer, dropout-free."""
+    """Has a keyword tensor, a dataclass output and a buffer, and no dropout."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def test_an_exported_script_is_short_and_gives_the_recorded_values(
     assert program(bundles[op], "--export-python", script).returncode == 0
     lines = script.read_text().splitlines()
     assert len(lines) <= 20
-    # As written it runs alone; with its print replaced it is compared here.
+    # Unchanged, it runs alone; with its print replaced, it is compared here.
     assert run_python(script).returncode == 0
     assert lines[-1].startswith("print(") and lines[-1].endswith(")")
     scope: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Replay gives the recorded bits for the operators that real models call, in another process."""
+"""Replay in another process repeats the recorded bits of the operators that real models call."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from nanlocator import _C
 SUPPORT = Path(__file__).parents[1] / "support"
 SAMPLER = Path(_C.__file__).parents[2] / "tests" / "operator_sampler.so"
 
-# Their results hold what nobody wrote: there are no bits to repeat (docs/replay.md).
+# Their results hold unwritten memory: there are no bits to repeat (docs/replay.md).
 ALLOCATORS = ("aten::empty", "aten::new_empty", "aten::resize")
 
 REPLAY_ALL = """
@@ -67,7 +67,7 @@ def test_98_of_100_distinct_operators_of_six_models_give_their_bits_again_in_ano
 
 
 def test_a_bundle_whose_bits_were_changed_is_not_called_bit_exact(run_dir: Path) -> None:
-    """The comparison above can fail: an input that differs in one bit gives other outputs."""
+    """The comparison above can fail: an input with one different bit gives different outputs."""
     from safetensors.torch import load_file, save_file
 
     from nanlocator import replay

@@ -1,4 +1,4 @@
-"""A bad step is executed again: what repeats, what is gone, and that nothing else has moved."""
+"""A bad step is re-run: which faults repeat, which are gone, and that no other state changes."""
 
 import json
 import math
@@ -23,7 +23,7 @@ SCHEMA = json.loads((Path(__file__).resolve().parents[2] / "docs" / "verdict.sch
 
 
 class LogOfSquares(nn.Module):
-    """log of a mean of squares: NaN gradients and an infinite value where its input is all zero."""
+    """log of a mean of squares: NaN gradients and an infinite value for rows of zeros."""
 
     def forward(self, x):
         return x.square().mean(-1, keepdim=True).log() + x
@@ -70,7 +70,7 @@ class Training:
 
 
 def kinds(origin):
-    """What is said of an origin, as data."""
+    """The kinds of an origin's facts."""
     return {fact["kind"] for fact in origin["facts"]}
 
 
@@ -163,7 +163,7 @@ def test_a_fault_that_is_gone_is_not_reproduced_and_accuses_nothing_with_high_co
     assert (origin["parameter"], origin["cause"]) == ("head.weight", "not_reproduced")
     assert origin["confidence"] != "high"
     assert verdict["rerun"]["reproduced"] is False
-    # First, traced, with fresh memory filled, control; on a GPU one under the stream sanitizer.
+    # First, traced, with fresh memory filled, control; on a GPU also one under the stream sanitizer.
     assert training.calls == (4 if torch.get_default_device().type == "cpu" else 5)
     assert kinds(origin) >= {"rerun_clean", "control_clean"}
 
@@ -195,7 +195,7 @@ def run_training(steps, optimizer_of):
     training = Training(model, optimizer)
     for _ in range(steps):
         optimizer.step(training)
-    if isinstance(optimizer, LocatingOptimizer):  # of level operators: one trace at a time
+    if isinstance(optimizer, LocatingOptimizer):  # at level operators, only one trace at a time
         optimizer.remove()
     states = [*model.state_dict().values(), torch.get_rng_state()]
     return states, training.losses, (random.getstate(), np.random.get_state()[1].tolist())
@@ -231,7 +231,7 @@ def test_a_nan_loss_with_finite_gradients_is_found():
 
     def closure():
         optimizer.zero_grad()
-        labels = torch.full((5,), -100)  # none counts
+        labels = torch.full((5,), -100)  # all are ignored
         loss = nn.functional.cross_entropy(model(torch.ones(5, 4)), labels)
         loss.backward()
         return loss
@@ -256,7 +256,7 @@ def test_a_loss_scaler_is_put_back_before_the_repeat():
         optimizer.zero_grad()
         loss = model(batch).square().mean()
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # raises where it was called in this step already
+        scaler.unscale_(optimizer)  # raises if it was called in this step already
         return loss
 
     model.gate = 0.0
@@ -268,7 +268,7 @@ def test_a_loss_scaler_is_put_back_before_the_repeat():
 
 
 class Sampler:
-    """Draws the batches in order; a batch of zeros makes the step bad."""
+    """Draws batches in order; a batch of zeros makes the step bad."""
 
     def __init__(self):
         self.position = 0
@@ -497,7 +497,7 @@ def test_a_model_in_shards_is_scanned_where_the_shards_are(what):
     assert verdicts[0]["rerun"]["reproduced"] is True
     if what == "weight":
         assert (origin["cause"], origin["parameter"]) == ("bad_weight", "2.weight")
-        assert origin["tensor"]["first_bad"] == 5  # of the whole: element 1 of the shard from 4 on
+        assert origin["tensor"]["first_bad"] == 5  # of the whole: element 1 of the shard that begins at 4
     else:
         assert (origin["phase"], origin["operator"]) == ("loss", "aten::div.Tensor")
 

@@ -1,7 +1,7 @@
-"""A rank fails in the re-run of a bad step: what the first pass has seen is in the verdict all the same, and
-no rank waits without end, over gloo and over a group that waits as NCCL's does.
+"""A rank fails in the re-run of a bad step: the verdict still has the first pass's findings, and no rank
+waits forever, over gloo and over a group that waits like NCCL's.
 
-NANLOCATOR_TEST_REPETITIONS (default 0: a sample, once): how often each failure is tried, of every kind in
+NANLOCATOR_TEST_REPETITIONS (default 0: a sample, once): number of tries of each failure, of every kind in
 every pass on every rank.
 """
 
@@ -30,7 +30,7 @@ GUILTY = 1
 BACKENDS = ("gloo", "patient")
 REPETITIONS = int(os.environ.get("NANLOCATOR_TEST_REPETITIONS", "0"))
 
-# The passes of the re-run of a step with this fault; test_a_rerun_makes_these_passes holds the engine to it.
+# The passes of the re-run of a step with this fault; test_a_rerun_makes_these_passes checks the engine.
 PLANS = {
     "persistent": ("rerun", "constant_memory", "modules"),
     "transient": ("rerun", "nan_memory", "control"),
@@ -50,7 +50,7 @@ ERRORS = {
 }
 if hasattr(torch, "AcceleratorError"):  # from torch 2.8 on
     ERRORS["accelerator"] = torch.AcceleratorError("planted")
-# Agreements of the step with the first fault: whether it is bad, then between the passes of its re-run.
+# Agreements of the step with the first fault: one on whether it is bad, the others between re-run passes.
 FLAGS = 9
 HANGS = ("hangs", "hangs_with_the_gil", "hangs_at_the_end")
 
@@ -69,7 +69,7 @@ def fail(kind, victim):
 
 
 def die_at_flag(number):
-    """0 is the install's, 1 the step's own. Over gloo, where nobody counts: at the first of the re-run."""
+    """Flag 0 is the install's, 1 the step's own. Over gloo, which does not count: at the re-run's first."""
     if dist.get_backend() == "patient":
         import patient_group
 
@@ -79,7 +79,7 @@ def die_at_flag(number):
 
 
 def bad_loss(fault, call, loss):
-    """As the fault has it in this call of the closure."""
+    """The loss with the fault's effect in this call of the closure."""
     if fault == "persistent" or (fault == "transient" and call == 1):
         return loss * torch.log(loss.detach() * 0)
     is_eager = torch._dynamo.eval_frame._stance.stance == "force_eager"
@@ -89,7 +89,7 @@ def bad_loss(fault, call, loss):
 
 
 def use_beside_others(fault):
-    """What no pass depends on: a sum that is read while it is made, a buffer that a thread writes."""
+    """Races that no pass depends on: a sum is read during its reduction, a thread writes a buffer."""
     if fault == "transfer":
         buffer = torch.ones(4)
         work = dist.all_reduce(buffer, async_op=True)
@@ -105,9 +105,9 @@ def use_beside_others(fault):
 
 
 def train(rank, world_size, fault, victim=None, failing_call=0, kind="", last_flag=None):
-    """The verdict, and how often the closure was called. `last_flag`: at which the victim dies."""
+    """The verdict, and the number of the closure's calls. The victim dies at the flag `last_flag`."""
     torch.manual_seed(0)
-    if fault == "compiled":  # as torch.compile leaves it
+    if fault == "compiled":  # the state after torch.compile
         torch._dynamo.utils.counters["frames"]["ok"] = 1
     if last_flag is not None and rank == victim:
         die_at_flag(last_flag)
@@ -170,7 +170,7 @@ def test_a_step_agrees_so_often():
 
 
 def pairwise(cases):
-    """Few of them, in which every two values meet that meet in any."""
+    """A small subset of ``cases`` with every pair of values that any case has."""
 
     def pairs(case):
         return set(itertools.combinations(enumerate(case), 2))
@@ -196,13 +196,13 @@ def failures() -> list:
         [*zip(itertools.cycle(BACKENDS), itertools.cycle(kinds), of, victims, strict=False)]
         for kinds, of in ((ERRORS, PASSES), (["killed"], places), (HANGS, places))
     )
-    usual = [*errors, *deaths, *hangs[: len(HANGS)]]  # a hang takes ten deadlines to be known
+    usual = [*errors, *deaths, *hangs[: len(HANGS)]]  # it takes ten deadlines to detect a hang
     others = [case for case in (*pairwise(quick), *hangs) if case not in usual]
     return usual + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in others]
 
 
 def verdicts_on_disk():
-    """Of rank 0 and, where ranks concluded alone, theirs; verdict.json is the latest of them."""
+    """Rank 0's verdicts, and those of ranks that concluded alone; verdict.json is the latest."""
     folder = Path("run", "a0")
     paths = [*folder.glob("verdict*.json"), *folder.glob("verdicts/*.json")]
     return [json.loads(path.read_text()) for path in paths]
@@ -211,7 +211,7 @@ def verdicts_on_disk():
 @pytest.mark.parametrize(("backend", "kind", "place", "victim"), failures())
 def test_a_failure_in_the_rerun_costs_no_evidence(backend, kind, place, victim):
     fault, failing_call = PASSES[place]
-    for _ in range(3):  # on a busy machine a rank may seem lost before it comes to its failure
+    for _ in range(3):  # on a busy machine a rank may seem lost before its failure
         shutil.rmtree("run", ignore_errors=True)
         results = run_ranks(3, train, fault, victim, failing_call, kind, backend=backend)
         if Path("failed").exists():
@@ -245,7 +245,7 @@ def test_a_death_between_two_passes_costs_no_evidence(backend, last_flag, victim
     assert results[victim] is None
     assert_evidence_is_kept(results, backend, victim)
     assert f"rank {victim}" in json.dumps(verdicts_on_disk()) + str(results)
-    if last_flag > 2 and victim == 2:  # what the traced pass has found, too
+    if last_flag > 2 and victim == 2:  # also the traced pass's findings
         assert any(
             origin["operator"] == "aten::log" for each in verdicts_on_disk() for origin in each["origins"]
         )
@@ -255,7 +255,7 @@ def assert_evidence_is_kept(results, backend, victim):
     for rank in {0, 1, 2} - {victim}:
         if backend == "gloo" and results[rank] is None:
             continue  # gloo cannot be aborted: the guard has ended the process
-        # The last: gloo's, in the collective in which it waited for a rank that ended.
+        # RuntimeError is gloo's, from the collective in which it waited for a rank that ended.
         assert results[rank][0] in ("NonFiniteGradientError", "AgreementError", "RuntimeError"), results
     ledgers = "".join(path.read_text() for path in Path("run", "a0").glob("ledger_*.jsonl"))
     assert '"first_bad"' in ledgers

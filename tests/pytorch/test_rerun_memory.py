@@ -1,4 +1,4 @@
-"""What the re-run of a bad step takes of memory, and what it leaves out where there is none."""
+"""The memory that the re-run of a bad step needs, and what it omits if there is not enough."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def allocated():
 
 
 class Layers(nn.Module):
-    """Linear layers, the first one's result through a logarithm; the last result is written in place."""
+    """Linear layers, with a logarithm after the first; the last result is written in place."""
 
     def __init__(self, width: int = 512, layers: int = 6):
         super().__init__()
@@ -37,7 +37,7 @@ class Layers(nn.Module):
     def forward(self, x):
         for number, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
-            if number == 0:  # of numbers above zero, but for the fault
+            if number == 0:  # of positive numbers, except for the fault
                 x = torch.log(x.abs() + (-2 if self.first_is_bad else 1))
         last = x + 3
         self.before_the_last()
@@ -47,7 +47,7 @@ class Layers(nn.Module):
 
 
 def bad_step(model, batch, allocated):
-    """Peaks of a healthy step and of a bad one, and the bad one's verdict."""
+    """Peak memory of a healthy step and of a bad step, and the bad step's verdict."""
     optimizer = LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model, on_bad="skip")
 
     def closure():
@@ -79,7 +79,7 @@ def test_where_all_is_bad_after_the_first_layer_the_re_run_peaks_where_the_step_
     healthy, bad, verdict = bad_step(model, batch, allocated)
     (origin,) = verdict["origins"]
     assert origin["operator"] == "aten::log"
-    # Beside the step's own: argument and output of the operator's call, and of its module's.
+    # In addition to the step's own: argument and output of the operator's call and of its module's.
     assert bad <= 1.05 * healthy + (2 + 2) * 8 * MIB
 
 
@@ -89,7 +89,7 @@ def test_an_operator_whose_argument_cannot_be_copied_is_named_without_its_bundle
     batch = torch.randn(4096, 512)
     limits = []
 
-    def allow_no_copy():  # what is written in place takes 8 MiB
+    def allow_no_copy():  # the tensor that is written in place takes 8 MiB
         limits.append(allocated.at_most(2 * MIB))
         limits[-1].__enter__()
 
@@ -104,7 +104,7 @@ def test_an_operator_whose_argument_cannot_be_copied_is_named_without_its_bundle
 
 
 class Twice(nn.Module):
-    """A shared block, whose second call of a pass is the bad one."""
+    """A shared block, whose second call in a pass is bad."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ class Root(nn.Module):
 
 
 class BackwardTwice(nn.Module):
-    """A root with an infinite derivative where its second call has zeros."""
+    """A root whose derivative is infinite in its second call, at zeros."""
 
     def __init__(self):
         super().__init__()
@@ -218,5 +218,5 @@ def test_only_the_calls_of_origins_are_kept(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8), Overflow(), Difference())
     origin, _ = module_call_of(model)
     assert origin["module"] == "1"
-    assert ["1"] in wanted  # "2" made NaN of an Inf that it was given
+    assert ["1"] in wanted  # "2" made NaN of an Inf in its input
     assert json.dumps(wanted).count('"2"') == 0

@@ -1,4 +1,4 @@
-"""The scan seen from Python: every dtype, every place, against torch's own predicates."""
+"""The scan from Python: every dtype and every place, compared with torch's own predicates."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_a_bad_element_is_counted_and_placed(dtype, kind, place):
     else:
         values[index] = BAD[kind]
     stats = _C.scan([values.to(dtype)])[0]
-    expected_index = 2 * index + 1 if dtype.is_complex else index  # parts of complex numbers count singly
+    expected_index = 2 * index + 1 if dtype.is_complex else index  # real and imaginary parts count separately
     assert (stats.nan, stats.pos_inf, stats.neg_inf) == tuple(int(kind == k) for k in BAD)
     assert stats.first_bad == expected_index
 
@@ -47,7 +47,7 @@ def test_finite_statistics_are_torchs(dtype):
     assert stats.finite_min == wide.min().item() and stats.finite_max == wide.max().item()
     assert stats.absmin == wide.abs().min().item() and stats.absmax == wide.abs().max().item()
     assert stats.zeros == int((wide == 0).sum())
-    # Squares of 16 and 8 bits are exact in fp32 and added there eight at a time before fp64 takes over.
+    # Squares of 16-bit and 8-bit values are exact in fp32, and added there eight at a time before fp64.
     tolerance = 1e-12 if dtype in (torch.float64, torch.float32) else 1e-6
     assert stats.sum_of_squares == pytest.approx((wide * wide).sum().item(), rel=tolerance)
 

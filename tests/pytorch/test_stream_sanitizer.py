@@ -1,5 +1,5 @@
-"""Streams of a GPU that do not wait for each other, on a machine without one: memory of the host stands for
-that of a device, and the stream is what the test says."""
+"""GPU streams that do not wait for each other, simulated without a GPU: host memory replaces device memory,
+and the test sets the current stream."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ from nanlocator.engine.driver import Adapter
 from nanlocator.exchange import stream_sanitizer
 
 MAIN, SIDE = 1, 2
-KEPT = []  # nobody tells the sanitizer that memory of the host is free, and somebody else's
+KEPT = []  # keeps host memory alive: the sanitizer does not see that it is freed and reused
 
 
 class Device:
@@ -48,7 +48,7 @@ def device(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    # It stays changed where there is a GPU: here it does not.
+    # With a GPU it stays changed; here it is restored.
     monkeypatch.setattr(checkpoint, "_enable_checkpoint_early_stop", checkpoint._enable_checkpoint_early_stop)
     return device
 
@@ -86,7 +86,7 @@ def test_the_callbacks_are_taken_off_again(device):
 
 
 def test_no_exception_ends_a_second_computation_from_then_on(device):
-    """While it lets go of tensors, torch's callbacks cannot import what they need."""
+    """While an exception releases tensors, torch's callbacks cannot import their modules."""
     ends = []
 
     def region(x):
@@ -99,7 +99,7 @@ def test_no_exception_ends_a_second_computation_from_then_on(device):
         checkpoint.checkpoint(region, x, use_reentrant=False).sum().backward()
 
     train()
-    assert len(ends) == 1  # of the first computation
+    assert len(ends) == 1  # one, from the first computation
     with stream_sanitizer.sanitised_streams():
         train()
     train()
@@ -107,7 +107,7 @@ def test_no_exception_ends_a_second_computation_from_then_on(device):
 
 
 class Shared(nn.Module):
-    """A side stream fills what the step reads; `wait` says whether it is waited for."""
+    """A side stream fills a tensor that the step reads; `wait` says whether the step waits for it."""
 
     def __init__(self, device, wait):
         super().__init__()
@@ -126,7 +126,7 @@ class Shared(nn.Module):
 
 
 def verdict_of_step(model, output_dir, corrupt=lambda: None):
-    """``corrupt`` runs behind each backward, those of the re-run too."""
+    """``corrupt`` runs after each backward, also in the re-run."""
     optimizer = nanlocator.LocatingOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model=model, output_dir=output_dir
     )
@@ -169,7 +169,7 @@ def test_a_fault_that_is_gone_in_the_rerun_is_no_machines_where_streams_race(
 
 
 class Waits:
-    """In place of what waits for a GPU: how many of them there are."""
+    """Replaces the object that waits for the GPU; counts the live ones."""
 
     alive = 0
 
@@ -180,11 +180,11 @@ class Waits:
         type(self).alive -= 1
 
 
-TRACED = (1, 2)  # of the passes of a bad step: as it is, and with NaN in fresh memory
+TRACED = (1, 2)  # passes of a bad step: unchanged, and with NaN in fresh memory
 
 
 class Early(nn.Module):
-    """Its output is bad where nobody waits for a device. A trace waits at each operator."""
+    """Its output is bad in passes that do not wait for the device. A trace waits at each operator."""
 
     def __init__(self, passes, is_race):
         super().__init__()

@@ -1,5 +1,5 @@
-"""Parameters that are wrapper subclasses, in plain training: scanned after dequantising, or left out and said
-so, and never an error."""
+"""Parameters that are wrapper subclasses, in plain training: scanned after dequantising, or reported as left
+out, and never an error."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Programs with a thread that uses memory of the step: in turns, or whoever comes first.
+"""Programs with a thread that uses the step's memory: in turns, or in any order.
 
-The thread comes a little later than the step, or a little earlier, wherever the program does not wait.
+Wherever the program does not wait, the thread comes a little later or a little earlier than the step.
 """
 
 import itertools
@@ -38,7 +38,7 @@ class Filled(nn.Module):
         self.batch.copy_(torch.randn(3, 4))
 
     def forward(self, logarithm=False):
-        self.batch = torch.full((3, 4), math.nan)  # until the thread has been here
+        self.batch = torch.full((3, 4), math.nan)  # until the thread has filled it
         is_late = self.late(next(self.calls))
         thread = threading.Thread(target=self.fill, args=[is_late])
         thread.start()
@@ -52,7 +52,7 @@ class Filled(nn.Module):
 
 
 class Emptied(nn.Module):
-    """A thread takes the buffer back that the step still reads from."""
+    """A thread takes back a buffer that the step still reads."""
 
     line = "x = self.linear(2 * self.batch)"
     threads_line = "self.batch.fill_(math.nan)"
@@ -144,7 +144,7 @@ def test_a_race_that_is_gone_in_the_rerun_is_brought_back_by_the_other_order(kin
 
 
 class TwoBuffers(nn.Module):
-    """A loader's thread fills one buffer while the step reads the other, and they tell each other."""
+    """A loader's thread fills one buffer while the step reads the other; the two signal each other."""
 
     def __init__(self, bad_batch):
         super().__init__()
@@ -194,7 +194,7 @@ def test_what_a_race_has_made_bad_once_is_not_applied_by_recover():
 
 
 class Flaky(nn.Module):
-    """Bad in some calls, whatever its thread does, which writes what nobody uses for the result."""
+    """Bad in some calls, whatever its thread does: the result does not use the tensor that it writes."""
 
     def __init__(self, bad_calls):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Beside which torch an extension may be loaded: told from version strings alone."""
+"""The torch versions with which an extension may be loaded, decided from version strings alone."""
 
 import pytest
 import torch

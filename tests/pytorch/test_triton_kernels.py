@@ -20,8 +20,8 @@ LAST_ROW = [(5, 5, 1), (0, 8, 9)]
 TAIL = [(5, 5, 1), (3, 8, 6)]
 UNWRITTEN, WRONG = "leaves_unwritten", "wrong_values"
 
-# Case -> cause, kernel, phase, its bad argument, which elements of it (first, last and how many indices in
-# each dimension), what its call shows when it is executed again, its reference; file and line of its launch.
+# Case -> cause, kernel, phase, its bad argument, the bad elements (first, last and number of indices in each
+# dimension), the conclusion of the repeated call, its reference; file and line of its launch.
 OWN = {
     "element": (
         *("unknown", "scale_kernel", FORWARD, "y", [(0, 0, 1), (5, 5, 1)], "bad_again", ""),
@@ -101,7 +101,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """Of a case: its verdict, and what was said."""
+    """A case's verdict and output."""
     folder = tmp_path_factory.mktemp("triton")
     has_packages = all((PACKAGES / name).is_dir() for name in ("liger_kernel", "fla"))
     libraries = [*PLANTED, "libraries healthy"] if has_packages else []
@@ -130,7 +130,7 @@ def environment_of_script():
 
 
 def launch_in(file, text):
-    """The line of the only launch, or of the one before the second text."""
+    """The line of the only launch, or of the last one before the second text."""
     if isinstance(text, str):
         return line_of(file, text)
     lines = file.read_text().splitlines()
@@ -164,7 +164,7 @@ def test_without_a_bug_nothing_is_found_and_every_step_comes_again_alike(case, o
 def test_its_bundle_is_executed_where_the_program_is_not_by_its_source_and_by_the_exported_script(
     own_folder,
 ):
-    """The script needs neither nanlocator nor, after the first time, the interpreter's variable."""
+    """The script needs neither nanlocator nor, except the first time, the interpreter's variable."""
     Path("train.py").write_text(SCRIPT.read_text())
     subprocess.run([sys.executable, "train.py", "no maximum"], env=environment_of_script(), check=True)
     Path("train.py").unlink()

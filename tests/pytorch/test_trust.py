@@ -1,4 +1,4 @@
-"""A bundle may come from anywhere: nothing that came with it runs unless whoever replays it says so."""
+"""A bundle may come from anywhere: code that came with it runs only with the user's consent."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ from nanlocator import _C
 from nanlocator.calls.bundle_code import import_named, require_own
 from nanlocator.calls.kernel_calls import KernelCallRecord, _import_kernel
 
-TRACE = Path("executed")  # of whatever runs that was planted: in the folder of the test
+TRACE = Path("executed")  # written by planted code that runs; in the test's folder
 OPERATOR = "from pathlib import Path\n\nPath({!r}).touch()\n" + CUSTOM_OP
 KERNEL = """
 import triton
@@ -44,7 +44,7 @@ def planted(x):
     return x + y
 """
 
-# Layout: where the bundle lies, and the file that it names.
+# Layout: the bundle's folder, and the file that the bundle names.
 LAYOUTS = {
     "in the run's folder": ("nanlocator_run/a0/bundles/b", "nanlocator_run/evil_ops.py"),
     "beside a bundle that was taken out": ("sent/b", "sent/evil_ops.py"),
@@ -74,7 +74,7 @@ def recorded(tmp_path_factory):
 
 
 def laid_out(recorded, layout, folder):
-    """The bundle, and the file, which leaves a trace where it is executed."""
+    """The bundle, and the file, which leaves a trace when executed."""
     place, file = (folder / part for part in LAYOUTS[layout])
     shutil.copytree(recorded(file.stem), place)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def test_a_file_that_a_bundle_names_runs_with_consent_alone(layout, recorded, ow
 
 @pytest.mark.parametrize("layout", ["in the run's folder", "in the bundle"])
 def test_by_its_name_nothing_of_the_run_is_imported(layout, recorded, own_folder):
-    """Where the import path holds its folder, whoever has put it there."""
+    """Even if the import path has the folder, for whatever reason."""
     bundle, file = laid_out(recorded, layout, own_folder)
     refused = replayed(bundle, importing_from=file.parent)
     assert refused.returncode == 2 and not TRACE.exists(), refused.stderr
@@ -137,13 +137,13 @@ def test_by_its_name_nothing_of_the_current_folder_is_imported(kind, tmp_path, m
     assert not (tmp_path / TRACE).exists()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(here)
-    import_named(module, bundle)  # from elsewhere it is any module of the import path
+    import_named(module, bundle)  # from another folder, it is an ordinary module on the import path
     assert (tmp_path / TRACE).exists()
     del sys.modules[module]
 
 
 def test_a_package_that_is_installed_from_the_current_folder_is_imported(tmp_path, monkeypatch):
-    """By `pip install -e .`, as pip notes it among the installed packages."""
+    """Installed by `pip install -e .`, as pip records it among the installed packages."""
     project, installed = tmp_path / "project", tmp_path / "site-packages"
     (installed / "own_ops-1.dist-info").mkdir(parents=True)
     (installed / "own_ops-1.dist-info" / "METADATA").write_text("Name: own_ops\nVersion: 1\n")
@@ -165,9 +165,9 @@ def test_a_program_on_a_memory_disk_has_its_bundle_without_the_name_of_its_file(
     assert found == {"module": "__main__", "file": None, "source": "registration.py"}
 
 
-# ---- where the program starts ----
+# ---- start of the program ----
 
-# What Python and Torch import early, by whichever way it is started.
+# Modules that Python and Torch import early, however the program is started.
 SHADOWS = ("argparse", "json", "platform", "typing_extensions", "numpy", "numbers", "sitecustomize")
 
 
@@ -187,7 +187,7 @@ def environment(**variables):
 
 @pytest.mark.parametrize("before", ["", ":"], ids=["", "with an empty entry in PYTHONPATH"])
 def test_the_command_imports_nothing_from_the_current_folder(before, hostile_folder):
-    """Also by a Python that does not know PYTHONSAFEPATH, as 3.10."""
+    """Also with a Python that does not support PYTHONSAFEPATH, such as 3.10."""
     if not (BUILD / "bin" / "nanlocator").exists():
         pytest.skip("the command was not built")
     Path("bin").mkdir()
@@ -220,7 +220,7 @@ def test_python_m_imports_nothing_from_the_current_folder(hostile_folder):
 
 
 def kernel_bundle(folder, arguments=(), **call):
-    """Of a kernel with the attributes ``call`` and no tensors."""
+    """A bundle of a kernel with the attributes ``call`` and no tensors."""
     written = _C.ModuleCall("m", "M", True, ()).write(folder.parent / f"{folder.name}-written")
     (folder.parent / f"{folder.name}-written" / written).rename(folder)
     nothing = {"arguments_after": [], "beside": [], "results": [], "keywords": [], "launch": [], "names": []}
@@ -247,7 +247,7 @@ def kernel_bundle(folder, arguments=(), **call):
     ],
 )
 def test_what_a_bundle_calls_a_kernel_is_called_only_where_it_is_one(module, entry, launcher, tmp_path):
-    """By replay and by the exported script."""
+    """In a replay and in the exported script."""
     record = KernelCallRecord("planted::kernel", launcher, module, entry, "")
     with pytest.raises(nanlocator.UnsupportedError, match=r"is no (function of an ext|kernel of Triton)"):
         _import_kernel(record, tmp_path, trust=False)
@@ -327,7 +327,7 @@ def test_a_file_is_loaded_where_nobody_else_could_have_written_it(own_folder):
         changed.chmod(mode)
         assert f"group or others can write {changed}. Read it, then: chmod go-w {changed}" in refusal()
         changed.chmod(usual)
-    file.parent.chmod(0o1777)  # as /tmp: others can put files beside it
+    file.parent.chmod(0o1777)  # like /tmp: others can put files beside it
     assert f"group or others can write {file.parent}. Read it, and copy it to a folder that" in refusal()
     file.parent.chmod(0o755)
     own_folder.chmod(0o1777)  # but not replace a folder of the user in it
@@ -335,7 +335,7 @@ def test_a_file_is_loaded_where_nobody_else_could_have_written_it(own_folder):
     own_folder.chmod(0o777)
     assert f"group or others can write {own_folder}" in refusal()
     own_folder.chmod(0o755)
-    # By a link that others could have set otherwise, though what it leads to now is safe.
+    # Through a link that others could have changed, though its current target is safe.
     between = own_folder / "between"
     between.mkdir()
     (between / "link").symlink_to(file)
@@ -364,7 +364,7 @@ def test_a_file_of_another_user_is_not_loaded(own_folder):
 
 
 def test_what_lies_compiled_beside_a_file_is_not_executed(recorded, own_folder):
-    """Who has read the source does not know of it."""
+    """A user who has read the source does not know the compiled file."""
     bundle, file = laid_out(recorded, "in the run's folder", own_folder)
     source = file.read_text()
     file.write_text("raise SystemExit('compiled')".ljust(len(source)))
@@ -378,7 +378,7 @@ def test_what_lies_compiled_beside_a_file_is_not_executed(recorded, own_folder):
     assert done.returncode == 1 and TRACE.exists(), done.stderr
 
 
-# ---- what is printed ----
+# ---- printed text ----
 
 
 def test_no_text_of_a_bundle_reaches_the_terminal_as_it_is(tmp_path):

@@ -1,4 +1,4 @@
-"""``nanlocator.watch``: loops as they are, each executed again bit-identical, and faults located in them."""
+"""``nanlocator.watch``: unchanged loops, re-run bit for bit, and faults located in them."""
 
 import gc
 import math
@@ -26,7 +26,7 @@ def nothing_is_watched():
 
 
 def trained(loop, **options):
-    """Losses, weights and buffers, and the generator afterwards."""
+    """Losses, weights and buffers, and the final state of the generator."""
     torch.manual_seed(7)
     torch._dynamo.reset()
     watches = []
@@ -46,7 +46,7 @@ def trained(loop, **options):
 def test_every_step_is_executed_again_bit_identical_and_training_does_not_change(loop, capfd):
     alone, watched = trained(LOOPS[loop]), trained(LOOPS[loop], rerun="always")
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
-    assert capfd.readouterr().err == ""  # no gradient has other bits, no step could not be executed again
+    assert capfd.readouterr().err == ""  # no gradient has different bits, and every step could be re-run
 
 
 class Norm(nn.Module):
@@ -55,7 +55,7 @@ class Norm(nn.Module):
 
 
 class Root(nn.Module):
-    """Its derivative has a pole where ``x`` is zero."""
+    """Its derivative has a pole at zero."""
 
     def forward(self, x):
         return x.abs().sqrt()
@@ -187,7 +187,7 @@ def test_bad_gradients_are_found_where_the_loop_first_could(ask):
 
 
 def test_a_loop_that_throws_bad_gradients_away_gets_a_verdict_and_goes_on():
-    """As verl's engines do."""
+    """Like verl's engines."""
     model, optimizer, watch = watched_gpt(on_bad="report")
     for step in range(4):
         loss = empty_batch_loss(model) if step == 1 else cross_entropy(model(draw()[0]), draw()[1])
@@ -220,7 +220,7 @@ def test_what_is_not_executed_again_is_said_and_the_next_bad_step_is_traced():
 def test_an_input_that_is_overwritten_is_named_and_nothing_is_said_to_repeat():
     model, optimizer, _ = watched_gpt()
     tokens, _ = draw()
-    tokens.belongs_to = "the program"  # not copied, as what else such a tensor is nobody knows
+    tokens.belongs_to = "the program"  # such a tensor is not copied: its other state is unknown
     loss = model(tokens)["logits"].sum() * math.nan
     loss.backward()
     tokens.fill_(1)
@@ -279,7 +279,7 @@ def test_two_hundred_steps_keep_no_tensor():
             optimizer.step()
             optimizer.zero_grad()
             mean = 0.9 * mean + 0.1 * loss.detach()
-            losses.append(loss)  # a leak of the program's own: of the loss, and of nothing else
+            losses.append(loss)  # the program leaks the loss, and nothing else
             with torch.no_grad():
                 model(torch.randn(3, 4)).sum()
 
@@ -397,7 +397,7 @@ def test_a_healthy_step_takes_no_more_memory(loss_is_inside):
 
 @pytest.mark.parametrize(("clips", "iteration"), [(True, 3), (False, 2)])
 def test_a_step_that_had_begun_before_is_counted_and_never_scanned_too_late(clips, iteration):
-    """Lightning's optimizers step around the first forward, which is when a script is attached to."""
+    """Lightning's optimizers step around the first forward, which is when nanlocator attaches to a script."""
     model = Gpt()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     watches, losses = [], [cross_entropy_of, cross_entropy_of, empty_loss_of]
@@ -555,7 +555,7 @@ def test_a_forked_worker_of_a_data_loader_records_nothing():
 
 
 def test_a_chain_of_fifteen_thousand_operators_is_forgotten_one_by_one():
-    """Each event holds the one before: nothing may end it by recursion."""
+    """Each event holds the one before: freeing them must not recurse."""
     model, optimizer, watch = watched_gpt()
     value = model(draw()[0])["logits"].mean()
     for _ in range(15_000):
