@@ -1,1 +1,1 @@
-"""How does an integration speak with the engine? The driver, its options, the connection between ranks."""
+"""How does an integration use the engine? The driver, its options, the connection between ranks."""

@@ -1,4 +1,4 @@
-"""In which order backward finishes the gradients of a rank."""
+"""The order in which backward finishes a rank's gradients."""
 
 import torch
 
@@ -8,9 +8,9 @@ _STEPS_TO_OBSERVE = 20
 
 
 class BackwardOrder:
-    """Notes the order in which backward finishes gradients: the order of registration is not that of
-    execution (linear_proj is registered before linear_qkv). After a step in which every gradient became ready
-    it is known. Where some never does (an expert without tokens), a few steps are enough to wait for it."""
+    """Notes the order in which backward finishes gradients. It differs from the order of registration
+    (linear_proj is registered before linear_qkv). It is known after one step in which every gradient became
+    ready. If some gradient never does (an expert without tokens), it waits only a few steps."""
 
     def __init__(self, ids: "dict[torch.nn.Parameter, int]", locator: _C.GradientLocator) -> None:
         self._ids, self._locator = ids, locator

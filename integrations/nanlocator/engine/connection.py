@@ -1,4 +1,4 @@
-"""The connection between the ranks, and how a process takes leave of the others."""
+"""The connection between the ranks, and how a process leaves it."""
 
 import atexit
 import datetime
@@ -15,14 +15,14 @@ from nanlocator.engine.this_rank import is_distributed
 
 
 class RankConnection:
-    """The group that reduces the flag and the Store that carries ledgers; closed with ``close``.
+    """The group that reduces the flag and the Store that carries ledgers. ``close`` ends it.
 
-    The group is one of our own, so that the flag never disturbs the sequence of the framework's
-    collectives. Its time-out is training's, not gather_deadline: in a healthy job a rank may reach the flag
-    minutes after the others, for instance after writing a checkpoint.
+    The group is our own, so the flag never disturbs the sequence of the framework's collectives. Its time-out
+    is training's, not gather_deadline: in a healthy job a rank may reach the flag minutes after the others,
+    for instance after writing a checkpoint.
     """
 
-    _installed = 0  # installs of this process, the same on all ranks: keeps Store keys apart
+    _installed = 0  # number of installs in this process, the same on all ranks: keeps Store keys apart
 
     def __init__(self, gather_deadline: datetime.timedelta) -> None:
         RankConnection._installed += 1
@@ -34,7 +34,7 @@ class RankConnection:
             group=self._group, store=store, prefix=f"nanlocator/{RankConnection._installed}"
         )
         self._goodbye = weakref.finalize(self, _say_goodbye, self.communicator, gather_deadline, os.getpid())
-        # weakref's own is not called in a process of multiprocessing's (Python 3.13).
+        # multiprocessing's processes do not call weakref's own atexit (Python 3.13).
         self._goodbye.atexit = False
         atexit.register(self._goodbye)
 
@@ -47,24 +47,24 @@ class RankConnection:
 
 
 def connect(options: _C.LocatorOptions) -> RankConnection | None:
-    """None for a process by itself. Collective."""
+    """Returns None for a single process. Collective."""
     return RankConnection(options.gather_deadline) if is_distributed() else None
 
 
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """None, the backend's default, where no backend of the group says."""
+    """Returns None, the backend's default, if no backend of the group has a time-out."""
     backends = [group._get_backend(device) for device in group._device_types]
     options: list[Any] = [getattr(backend, "options", None) for backend in backends]
     return max((each._timeout for each in options if hasattr(each, "_timeout")), default=None)
 
 
 def _say_goodbye(communicator: _C.Communicator, gather_deadline: datetime.timedelta, process: int) -> None:
-    """At the interpreter's exit, or when the connection is no longer needed. A process that an exception
-    ends says so: its peers, which may wait for it in a collective, then know why it does not come. One that
-    a peer's end has ended leaves the word to that peer, or waits until its silence is noticed: where all that
-    are left end at once, nobody else would say whose end it was."""
+    """Runs at the interpreter's exit, or when the connection is no longer needed. A process that ends with an
+    exception reports it, so that peers that wait for it in a collective know why it does not come. A process
+    that a peer's failure has ended lets that peer report, or waits until the peer's silence is noticed: if
+    all survivors left at once, none would report which rank failed."""
     if os.getpid() != process:
-        return  # a forked worker, which has none of our threads
+        return  # a forked worker does not have our threads
     error = ending_error()
     if error is None or isinstance(error, NonFiniteGradientError | KeyboardInterrupt):
         communicator.leave()

@@ -1,8 +1,8 @@
 """Driver: the engine's StepDriver for adapters that are written in Python.
 
-The engine owns the step: agreement, re-run, policy, what is left of a step that ends early. An ``Adapter``
-says what a framework is, a ``Pass`` how one forward and backward is executed again. Neither holds a state of
-the step, and neither refers to the driver, which keeps them alive.
+The engine owns the step: agreement, re-run, policy, cleanup of a step that ends early. An ``Adapter``
+describes a framework, and a ``Pass`` executes one forward and backward again. Neither holds state of the
+step, and neither refers to the driver, which keeps them alive.
 """
 
 import contextlib
@@ -42,26 +42,26 @@ TraceHooks = ModuleHooks | KernelCalls | ShownTransfers
 
 
 class Adapter:
-    """What a framework is to the engine. nanlocator/step/framework.hpp is the contract; the engine calls what
-    is here by these names, on the training thread unless a method says otherwise."""
+    """Describes a framework to the engine. nanlocator/step/framework.hpp is the contract; the engine calls
+    these members by name, on the training thread unless a method's docstring names another."""
 
-    gradient_phase = "grad_local"  # of `gradients`, when a pass has ended
-    why_no_pass = ""  # of a step whose forward and backward nobody showed the driver
-    can_trace_later_steps = True  # ... whether a later one is traced for it
-    loss_scale: Callable[[], LossScale | None] | None = None  # None: there is no loss scaler
-    models: Iterable[torch.nn.Module]  # the roots, with all that they hold
+    gradient_phase = "grad_local"  # phase of `gradients` when a pass has ended
+    why_no_pass = ""  # the reason if the driver did not see a step's forward and backward
+    can_trace_later_steps = True  # ... whether a later step is traced instead
+    loss_scale: Callable[[], LossScale | None] | None = None  # None: no loss scaler
+    models: Iterable[torch.nn.Module]  # the roots; their submodules belong to them
     parameters: Named
 
     def __init__(self) -> None:
         self.buffers = Buffers()
         self.verdicts: list[dict[str, Any]] = []
-        self.boundaries: Boundaries | None = None  # of level boundaries, once they are watched
+        self.boundaries: Boundaries | None = None  # at level boundaries, once they are watched
         self._module_calls = KeptModuleCalls()  # around the origins of a bad step
-        self._kernel_calls = KeptKernelCalls()  # that are origins
+        self._kernel_calls = KeptKernelCalls()  # the origins of a bad step
         self._eager = contextlib.ExitStack()
         self._serialised: tuple[SerialisedTransfers, _C.SerialisedOperators] | None = None
 
-    # --- for each framework to say -------------------------------------------------------------------
+    # --- each framework implements these --------------------------------------------------------------
 
     def parameter_map(self) -> _C.ParameterMap:
         raise NotImplementedError
@@ -73,23 +73,24 @@ class Adapter:
         raise NotImplementedError
 
     def optimizer_state(self, ids: list[int]) -> OptimizerTensors:
-        """What the optimizer keeps of these parameters (moments, its own copy of the weight)."""
+        """Returns the optimizer's tensors for these parameters (moments, its own copy of the weight)."""
         return []
 
     def skips_bad_updates(self) -> bool:
-        """Whether the framework itself leaves out an update whose gradients are bad; on all ranks alike."""
+        """Whether the framework itself leaves out an update with bad gradients; the same on all ranks."""
         return False
 
     def parameters_now(self) -> Named:
-        """``parameters``, where a framework may have replaced some since."""
+        """Returns ``parameters``, including any that the framework has replaced."""
         return self.parameters
 
     def model_tensors(self) -> tuple[Named, Named]:
-        """Parameters, and buffers with what modules hold as plain attributes, as they are now."""
+        """Returns the current parameters, and the buffers including tensors that modules hold as plain
+        attributes."""
         raise NotImplementedError
 
     def module_hooks(self, watch: ModuleObserver | None) -> list[ModuleHooks]:
-        """Installs hooks that name the modules that run, and show their calls to ``watch``."""
+        """Installs hooks that name the running modules and show their calls to ``watch``."""
         raise NotImplementedError
 
     # --- the same for each framework ------------------------------------------------------------------
@@ -98,8 +99,8 @@ class Adapter:
         return self.buffers.now()
 
     def keep_calls(self, modules: list[str], kernels: list[tuple[str, int]], run: Callable[[], None]) -> None:
-        """Of a kernel, which of its calls in a pass. Crossings are watched, too: members compare what the
-        same collective gave them."""
+        """``kernels`` has names and the number of the call in a pass. Crossings are watched, too: members
+        compare the results of the same collective."""
         self._kernel_calls.want(kernels)
         with contextlib.ExitStack() as stack:
             stack.enter_context(without_graphs(self.models))
@@ -119,7 +120,7 @@ class Adapter:
     def has_compiled_parts(self) -> bool:
         """Whether torch.compile has compiled anything in this process."""
         dynamo = sys.modules.get("torch._dynamo.utils")
-        # Frames with fullgraph=True are counted by their graphs only.
+        # Frames with fullgraph=True are counted only by their graphs.
         return dynamo is not None and (
             dynamo.counters["frames"]["ok"] > 0 or dynamo.counters["stats"]["unique_graphs"] > 0
         )
@@ -148,7 +149,7 @@ class Adapter:
         return [dataclasses.replace(each, parameter=names.get(each.address, "")) for each in accesses]
 
     def abort_collectives(self) -> None:
-        """On a thread of its own, which may never come back."""
+        """Runs on its own thread, and may never return."""
         abort_collectives()
 
     def on_verdict(self, text: str) -> None:
@@ -157,7 +158,7 @@ class Adapter:
         self.verdicts.append(json.loads(text))
 
     def trace_hooks(self, watch: ModuleObserver | None = None) -> list[TraceHooks]:
-        """For names of modules, and what the dispatcher does not see."""
+        """Hooks that give module names and show calls that the dispatcher does not see."""
         return [*self.module_hooks(watch), KernelCalls(), ShownTransfers()]
 
     @contextlib.contextmanager
@@ -170,35 +171,36 @@ class Adapter:
 
 
 class Pass:
-    """Forward and backward of one step, as they can be executed again."""
+    """Forward and backward of one step, which the engine can execute again."""
 
     def run_again(self) -> Named:
-        """From the same data; returns the losses."""
+        """Executes them from the same data; returns the losses."""
         raise NotImplementedError
 
     def clear_gradients(self) -> None:
-        """To what they were before the first time: none, or zero."""
+        """Restores the gradients from before the first pass: none, or zero."""
         raise NotImplementedError
 
     def changed_data(self) -> list[str]:
-        """Sentences about data that the pass has written to: a re-run finds them changed."""
+        """Sentences about data that the pass has overwritten: a re-run sees the changed values."""
         return []
 
     def obstacle(self) -> str | None:
-        """Why they cannot, a clause; "" where they can, None where they always can, on all ranks alike."""
+        """Why the pass cannot be executed again, as a clause. "": it can. None: it always can, on all ranks
+        alike."""
         return None
 
     def microbatches(self) -> list[tuple[int, int | None, list[str]]]:
-        """Of each that the pass has drawn: number, chunk, a line per tensor."""
+        """For each microbatch that the pass has drawn: number, chunk, a line per tensor."""
         return []
 
 
 class SkippedUpdate(Exception):
-    """Raised out of a framework's own step: its update is left out."""
+    """Raised out of a framework's own step to leave out its update."""
 
 
 class StepState(Protocol):
-    """Something that a re-run restores; ``restore`` raises a RuntimeError that says what it cannot."""
+    """State that a re-run restores; ``restore`` raises a RuntimeError that names what it cannot restore."""
 
     def save(self) -> None: ...
 
@@ -206,15 +208,15 @@ class StepState(Protocol):
 
 
 if TYPE_CHECKING:
-    _EngineDriver = _C.StepDriver  # what Driver.__getattr__ gives
+    _EngineDriver = _C.StepDriver  # type of the object behind Driver.__getattr__
 else:
     _EngineDriver = object
 
 
 class Driver(_EngineDriver):
-    """One ``_C.StepDriver`` and the hooks and the connection that belong to it. ``stop`` becomes an error."""
+    """Owns one ``_C.StepDriver`` with its hooks and its connection. Turns ``stop`` into an error."""
 
-    number_made = 0  # in this process: who looks at it already
+    number_made = 0  # in this process; tells whether a driver exists already
 
     def __init__(
         self, adapter: Adapter, options: _C.LocatorOptions, connection: RankConnection | None
@@ -223,7 +225,7 @@ class Driver(_EngineDriver):
         self.adapter = adapter
         self.connection = connection
         self._engine = _C.StepDriver(adapter, options, connection.communicator if connection else None)
-        self._locator = self._engine.locator  # one object, which `weakly` refers to
+        self._locator = self._engine.locator  # one object, because `weakly` refers to it
         self.add_state("the generators of Python and numpy", GeneratorStates())
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
         own_replays = OwnReplays(weakly(self.locator.add_standing_note))
@@ -231,7 +233,7 @@ class Driver(_EngineDriver):
         self.add_state("the models' buffers", adapter.buffers)
         self._attributes = ModuleAttributes(adapter.models)
         self.add_state("the modules' attributes", self._attributes)
-        self._scanning = contextlib.ExitStack()  # what crosses in a pass
+        self._scanning = contextlib.ExitStack()  # watches crossings during a pass
         self._step_pass: Callable[[], Pass | None] = lambda: None
         self._watch_hooks: list[ModuleHooks | OwnReplays] = [own_replays]
         self._trace_hooks: list[TraceHooks] = []
@@ -246,7 +248,7 @@ class Driver(_EngineDriver):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """The engine's own."""
+            """Delegates to the engine."""
             if name == "_engine":  # not made yet
                 raise AttributeError(name)
             return getattr(self._engine, name)
@@ -264,7 +266,7 @@ class Driver(_EngineDriver):
         return self.adapter.boundaries
 
     def follow_boundaries(self, boundaries: Boundaries) -> None:
-        """What crosses them is scanned in each pass from now on, until ``remove``."""
+        """Scans crossings at these boundaries in each pass from now on, until ``remove``."""
         self.adapter.boundaries = boundaries
         self._engine.watch(boundaries.watch)
         self.locator.add_not_covered(boundaries.lost)
@@ -274,7 +276,7 @@ class Driver(_EngineDriver):
         self._attributes.follow()
 
     def remove(self) -> None:
-        """Takes the hooks of every level but ``grads`` off; gradients are still scanned."""
+        """Removes the hooks of every level but ``grads``; gradients are still scanned."""
         self._engine.stop_observing()
         self._scanning.close()
         if self.adapter.boundaries is not None:
@@ -282,7 +284,7 @@ class Driver(_EngineDriver):
         _remove_all(self._watch_hooks, self._trace_hooks)
 
     def stop_following(self) -> None:
-        """Nothing is scanned any more; the connection stays, to say at exit why this rank ends."""
+        """Stops all scans. The connection stays, to report at exit why this rank ends."""
         self._engine.close()
         self.remove()
 
@@ -296,7 +298,7 @@ class Driver(_EngineDriver):
 
     @contextlib.contextmanager
     def abandoning(self) -> Iterator[None]:
-        """What leaves this block early leaves nothing of its step behind."""
+        """If this block ends with an exception, abandons the step."""
         try:
             yield
         except BaseException:
@@ -306,20 +308,20 @@ class Driver(_EngineDriver):
 
     @contextlib.contextmanager
     def concluding(self, reason: str) -> Iterator[None]:
-        """An exception on its way through one rank must not take its findings with it: the other ranks
-        will not come to the agreement, so this rank's ledger is written now and the error goes on."""
+        """If this rank raises in the block, writes its ledger before the error propagates: the other ranks
+        will not reach the agreement, and the findings would be lost."""
         try:
             yield
         except (SkippedUpdate, NonFiniteGradientError):
             raise
         except Exception as error:
-            if not self._engine.is_rerunning:  # a re-run's errors are the engine's to report
+            if not self._engine.is_rerunning:  # the engine reports a re-run's errors
                 self._engine.conclude_alone(f"{reason}: {first_line(error)}", is_failure_of_peers(error))
             raise
 
     @property
     def step_pass(self) -> Any:
-        """What ``begin_pass`` was given, while the engine is in that pass; else None."""
+        """The argument of ``begin_pass`` while the engine is in that pass; else None."""
         return self._step_pass() if self._engine.is_in_pass else None
 
     def begin_pass(self, step_pass: Pass, iteration: int | None = None) -> None:
@@ -355,7 +357,7 @@ class Driver(_EngineDriver):
         return decision
 
     def _follow_trace(self) -> None:
-        """Module names for the trace, as long as there is one."""
+        """Gives the trace module names while it exists."""
         if self._engine.is_tracing and not self._trace_hooks:
             self._trace_hooks += self.adapter.trace_hooks()
         elif not self._engine.is_tracing and self._trace_hooks:
@@ -369,7 +371,7 @@ def _remove_all(*lists: list[Any]) -> None:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Named:
-    """What ``optimizer`` keeps per element of ``parameter``: "exp_avg", "momentum_buffer"."""
+    """The optimizer's tensors per element of ``parameter``, by key: "exp_avg", "momentum_buffer"."""
     state = optimizer.state.get(parameter, {})
     return [
         (name, local_part(value))

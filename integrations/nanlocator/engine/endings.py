@@ -15,34 +15,34 @@ from nanlocator.engine.this_rank import is_distributed
 
 
 def ending_error() -> BaseException | None:
-    """At the interpreter's exit: the exception that ends it."""
+    """At the interpreter's exit: the exception that ends the process."""
     return getattr(sys, "last_value", None)
 
 
 def is_failure_of_peers(error: BaseException) -> bool:
-    """True where the error says that a collective or a transfer between ranks has failed: then a peer may
-    have gone. gloo and NCCL raise plain RuntimeErrors for it, too."""
+    """Whether the error says that a collective or a transfer between ranks has failed, so that a peer may be
+    lost. gloo and NCCL raise plain RuntimeErrors for it, too."""
     if isinstance(error, _C.AgreementError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and _C.is_failure_of_peers(str(error))
 
 
 def abort_collectives() -> None:
-    """Ends what this process waits for in any group; whoever waits gets an error. Training cannot go on."""
+    """Aborts all groups' pending collectives; waiting threads get an error. Training cannot continue."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        with contextlib.suppress(Exception):  # a backend that cannot
+        with contextlib.suppress(Exception):  # a backend that has no abort
             group.abort()
 
 
 def first_line(error: BaseException) -> str:
-    """``ValueError: what it says``, without what follows in further lines."""
+    """Returns ``ValueError: message`` without the message's further lines."""
     text = f"{type(error).__name__}: {error}".splitlines()[0]
     return text if len(text) <= 300 else text[:297] + "..."
 
 
 def raise_for(verdict: dict[str, Any], run_dir: str) -> NoReturn:
-    """The end of a run under policy ``stop``, on every rank. Among several ranks the error's text is the
-    headline: rank 0 has printed the whole, and each rank's traceback is to be read beside the others'."""
+    """Ends a run under policy ``stop``, on every rank. With several ranks the error's text is the headline:
+    rank 0 has printed the full text, and every rank prints a traceback."""
     error = whole = NonFiniteGradientError(_C.format_verdict(json.dumps(verdict), run_dir), verdict)
     if is_distributed():
         text = f"{_headline(str(whole))}\nRank 0 has printed the verdict; it is in {run_dir}/verdict.json"
@@ -55,7 +55,7 @@ def raise_for(verdict: dict[str, Any], run_dir: str) -> NoReturn:
 
 
 def _headline(text: str) -> str:
-    """The first line and its continuation, which is indented by more than the labels."""
+    """The first line and its continuation, which is indented more than the labels."""
     first, *others = text.splitlines()
     for line in others:
         if not line.startswith("    "):
@@ -65,9 +65,9 @@ def _headline(text: str) -> str:
 
 
 def record_for_torchrun(error: BaseException) -> None:
-    """Into torchrun's error file, as torch's decorator ``record`` does for scripts that have it: `error` as
-    its message, and the traceback of the exception that is being handled, which is what torchrun's summary
-    shows (elastic/multiprocessing/errors). Nothing where torchrun has not started this process."""
+    """Writes torchrun's error file, like torch's decorator ``record`` in scripts that use it: `error` as the
+    message, with the traceback of the exception that is being handled. torchrun's summary shows both
+    (elastic/multiprocessing/errors). Does nothing if torchrun has not started this process."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
     with contextlib.suppress(OSError):

@@ -1,6 +1,5 @@
-"""What the launchers have in common: options that become variables, and the script, which runs as Python
-would run it: as ``__main__``, with its own arguments, its folder first on the path, its exit code and its
-traceback."""
+"""Shared by the launchers: options become variables, and the script runs as Python would run it: as
+``__main__``, with its own arguments, its folder first on the path, its exit code and its traceback."""
 
 import argparse
 import os
@@ -45,7 +44,7 @@ def _values(name: str, kind: Kind) -> dict[str, Any]:
 
 
 def set_variables(given: argparse.Namespace, integration: str) -> None:
-    """What was given takes the place of its variable, where the integration finds it."""
+    """Writes the given options to their variables, where the integration reads them."""
     for name in rows(integration):
         value = getattr(given, name)
         if value is not None:
@@ -59,8 +58,8 @@ def check_script(parser: argparse.ArgumentParser, script: str) -> None:
 
 def run_script(script: str, arguments: Sequence[str]) -> None:
     sys.argv = [script, *arguments]
-    if not getattr(sys.flags, "safe_path", False):  # there is none before Python 3.11
-        sys.path[0] = os.path.dirname(os.path.abspath(script))  # it was this launcher's
+    if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11
+        sys.path[0] = os.path.dirname(os.path.abspath(script))  # it was this launcher's folder
     _recorded(lambda: runpy.run_path(script, run_name="__main__"))
 
 
@@ -70,8 +69,8 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
 
 
 def _recorded(run: Callable[[], Any]) -> None:
-    """So that torchrun's summary shows the error, as with torch's decorator ``record`` in the script. What
-    has been recorded before stays: a verdict, which says more."""
+    """Shows the error in torchrun's summary, as torch's decorator ``record`` in the script would. An earlier
+    record stays: a verdict says more."""
     try:
         run()
     except Exception as error:

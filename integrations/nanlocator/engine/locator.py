@@ -1,4 +1,4 @@
-"""What a program holds of the integration that watches it: one face for all of them."""
+"""The object that a program holds of its integration; all integrations share it."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ _INSTALLED = "_nanlocator"  # attribute of a framework's object that holds the i
 
 
 class Locator:
-    """The findings of one ``Driver``, and what a program may say about its own state.
+    """The findings of one ``Driver``, and the program's own state that a re-run restores.
 
     Attributes:
         verdicts: the findings so far, oldest first.
         run_dir: the folder of the run.
-        dismissed: how many routine overflows of a dynamic loss scale were no findings.
+        dismissed: number of routine overflows of a dynamic loss scale, which are not findings.
     """
 
     _driver: Driver
@@ -34,20 +34,20 @@ class Locator:
         return self._driver.locator.dismissed
 
     def register_state(self, name: str, owner: Stateful) -> None:
-        """Something with ``state_dict`` and ``load_state_dict`` that the program's forward moves, such as a
-        sampler: restored before a bad step is executed again. What cannot be restored is named in the
-        verdict."""
+        """Registers an object with ``state_dict`` and ``load_state_dict`` that the program's forward changes,
+        such as a sampler. It is restored before a bad step is executed again; the verdict names state that
+        cannot be restored."""
         self._driver.add_state(name, ObjectState(owner))
 
 
 class InstalledLocator(Locator):
-    """Is installed on one object of a framework, the ``owner``, and no second one beside it."""
+    """A locator that is installed on one object of a framework, the ``owner``. An owner has at most one."""
 
     _owner: Any
 
     @staticmethod
     def check_owner(owner: Any, kind: str) -> None:
-        """Raises ``nanlocator.UsageError`` if ``owner``, an ``"engine"`` for example, has a locator."""
+        """Raises ``nanlocator.UsageError`` if ``owner`` (an ``"engine"``, for example) has a locator."""
         if hasattr(owner, _INSTALLED):
             raise _C.UsageError(
                 f"nanlocator is installed on this {kind} already; call locator.remove() first to install it "
@@ -55,7 +55,7 @@ class InstalledLocator(Locator):
             )
 
     def remove(self) -> None:
-        """Takes every hook off and closes the connection. Collective; call it on every rank."""
+        """Removes every hook and closes the connection. Collective; call it on every rank."""
         if getattr(self._owner, _INSTALLED, None) is not self:
             return
         self._remove_hooks()

@@ -1,9 +1,9 @@
-"""The options, a row each.
+"""The options, one row each.
 
 A row is a field of ``Options``, the keyword arguments of every integration. Its name is also that of the
 variable (NANLOCATOR_ON_BAD), of the launchers' flag (--on-bad) and of the engine's field, which has the
-default and is filled by that name (nanlocator/step/locator_options.hpp). Its ``Option`` has the rest.
-``tools/option_table.py`` makes the table in docs/options.md of all this.
+default (nanlocator/step/locator_options.hpp). Its ``Option`` has the rest. ``tools/option_table.py`` makes
+the table in docs/options.md from the rows.
 """
 
 import datetime
@@ -17,20 +17,20 @@ from nanlocator import _C
 
 
 class Kind(NamedTuple):
-    """How values are written: in Python, in variables, behind flags."""
+    """How an option's values are written in Python, in variables and as flags."""
 
-    read: Callable[[Any], Any] = str  # the engine's value of one; a ValueError says what was expected
-    show: Callable[[Any], str] = str  # the reverse, for people
+    read: Callable[[Any], Any] = str  # converts to the engine's value; a ValueError says what was expected
+    show: Callable[[Any], str] = str  # the reverse, for display
     metavar: str | None = None
-    choices: tuple[str, ...] = ()  # none: those of the engine, if any
+    choices: tuple[str, ...] = ()  # empty: the engine's choices, if any
     is_switch: bool = False
 
 
 class Option(NamedTuple):
     kind: Kind
     help: str
-    defaults: Mapping[str, str] = {}  # of integrations that have another one than the engine
-    only: tuple[str, ...] = ()  # the integrations that have it; none: all
+    defaults: Mapping[str, str] = {}  # for integrations whose default differs from the engine's
+    only: tuple[str, ...] = ()  # the only integrations that have the option; empty: all
 
 
 def _switch(value: Any) -> bool:
@@ -73,7 +73,7 @@ COUNT = Kind(_count, metavar="N")
 
 
 class Options(TypedDict, total=False):
-    """An argument counts before its variable, and that before the default; None is no argument."""
+    """An argument takes precedence over its variable, and that over the default. None counts as not given."""
 
     on_bad: Annotated[
         str | None,
@@ -138,7 +138,7 @@ class Options(TypedDict, total=False):
     ]
 
 
-# Who takes options, and what run.json calls it.
+# The integrations that take options, and their names in run.json.
 INTEGRATIONS = {
     "watch": "pytorch",
     "optimizer": "pytorch",
@@ -149,7 +149,7 @@ INTEGRATIONS = {
 
 
 def rows(integration: str) -> dict[str, Option]:
-    """Of the options that it has, by name."""
+    """The rows of this integration's options, by name."""
     hints = get_type_hints(Options, include_extras=True)
     every: dict[str, Option] = {name: hint.__metadata__[0] for name, hint in hints.items()}
     return {name: row for name, row in every.items() if not row.only or integration in row.only}
@@ -173,7 +173,8 @@ def check_names(options: Mapping[str, object], integration: str) -> None:
 def resolve_options(
     options: Options, integration: str, not_covered: list[str] | None = None, **defaults: str
 ) -> _C.LocatorOptions:
-    """``defaults`` of this call count before the rows'. A value that cannot be read is a UsageError."""
+    """``defaults`` of this call take precedence over the rows'. Raises UsageError for a value that cannot be
+    read."""
     check_names(options, integration)
     resolved = _C.LocatorOptions()
     for name, option in rows(integration).items():

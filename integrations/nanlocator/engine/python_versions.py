@@ -1,4 +1,4 @@
-"""Whether the extension fits this Python, and what Python 3.10 lacks."""
+"""Whether the extension fits this Python, and backports for Python 3.10."""
 
 import sys
 
@@ -6,15 +6,15 @@ from nanlocator.engine.torch_versions import REMEDY
 
 
 def misfit(built: str, installed: str) -> str | None:
-    """A sentence where an extension that was built for Python ``built``, such as "3.11", is imported by
-    another; None where both are one."""
+    """Returns a sentence if an extension built for Python ``built``, such as "3.11", is imported by another
+    version, else None."""
     if installed.split(".")[:2] == built.split("."):
         return None
     return f"nanlocator was built for Python {built}, but this is Python {installed}. {REMEDY}"
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """``error.add_note``, from Python 3.11 on; before, the text joins the error's message."""
+    """``error.add_note`` of Python 3.11; in older versions the text joins the error's message."""
     if hasattr(error, "add_note"):
         error.add_note(text)
     elif error.args and isinstance(error.args[0], str):

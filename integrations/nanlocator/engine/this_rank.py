@@ -11,7 +11,7 @@ def is_distributed() -> bool:
 
 
 def device_description(device: torch.device) -> str:
-    """``cpu``, or on CUDA the index, UUID and PCI address: what a hardware team asks for."""
+    """``cpu``, or on CUDA the index, UUID and PCI address, which a hardware team asks for."""
     if device.type != "cuda":
         return str(device)
     properties = torch.cuda.get_device_properties(device)
@@ -21,7 +21,7 @@ def device_description(device: torch.device) -> str:
 
 
 def rank_prefix() -> str:
-    """ "rank 3: " where there are several."""
+    """ "rank 3: " if there are several ranks."""
     return f"rank {dist.get_rank()}: " if is_distributed() else ""
 
 
@@ -30,6 +30,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def log_once(message: str) -> None:
-    """One line on rank 0's stderr."""
+    """Prints one line on rank 0's stderr."""
     if not is_distributed() or dist.get_rank() == 0:
         print(f"nanlocator: {message}", file=sys.stderr, flush=True)

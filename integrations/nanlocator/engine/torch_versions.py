@@ -1,4 +1,4 @@
-"""Whether the extension fits the torch that it is imported beside. Imports neither."""
+"""Whether the extension fits the imported torch. Imports neither."""
 
 import re
 
@@ -9,11 +9,11 @@ REMEDY = (
 
 
 def misfit(built: str, has_new_abi_built: bool, installed: str, has_new_abi_installed: bool) -> str | None:
-    """A sentence where an extension that was built against one torch cannot be loaded beside another; None
-    where it can.
+    """Returns a sentence if an extension that was built against one torch cannot be loaded with another, else
+    None.
 
     Torch's C++ classes keep their layout within a minor version: 2.11.0, 2.11.1+cu129 and 2.11.0a0+nv26.04
-    are alike. ``has_new_abi``: whether ``std::string`` is libstdc++'s of C++11
+    are alike. ``has_new_abi``: whether ``std::string`` is libstdc++'s C++11 version
     (``torch.compiled_with_cxx11_abi()``).
     """
     if _minor(built) != _minor(installed):
@@ -29,6 +29,6 @@ def misfit(built: str, has_new_abi_built: bool, installed: str, has_new_abi_inst
 
 
 def _minor(version: str) -> str:
-    """The "2.11" of "2.11.0a0+nv26.04"; all of a version that is not a release's, such as "main"."""
+    """The "2.11" of "2.11.0a0+nv26.04"; the whole version if it is not a release's, such as "main"."""
     found = re.match(r"\d+\.\d+(?!\d)", version)
     return found.group() if found else version
