@@ -1,4 +1,4 @@
-"""Calls of a model that no backward follows: evaluation and generation."""
+"""Evaluation and generation: calls of a model without a backward."""
 
 import os
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from nanlocator.loops.plain import PlainAdapter, are_in_shards
 
 
 class Evaluation:
-    """Scans what each call returns, and executes a call whose result holds a NaN or +Inf again, with every
-    operator traced. A -Inf is meant: a token that must not be chosen.
+    """Scans the results of each call. If one holds a NaN or +Inf, executes the call again with every operator
+    traced. A -Inf is intended: it masks a token.
 
-    Each rank looks for itself, as ranks evaluate and generate unequally often: its verdicts go to a folder of
-    its own, and where there are several ranks none of them stops. A call in which ranks exchange data, as
-    those of a model in shards do, one rank alone cannot execute again: the following ones are traced.
+    Ranks evaluate and generate a different number of times, so each rank judges alone: its verdicts go to its
+    own folder, and with several ranks none of them stops. One rank cannot re-run a call in which ranks
+    exchange data, for example with a sharded model; the next calls are traced instead.
     """
 
     def __init__(self, models: dict[str, nn.Module], output_dir: str, options: Options) -> None:
@@ -33,7 +33,7 @@ class Evaluation:
             options["on_bad"] = "report"
         self._adapter = PlainAdapter([], models)
         resolved = resolve_options(options, "watch")
-        if resolved.level == "boundaries":  # what crosses is told by all ranks together
+        if resolved.level == "boundaries":  # all ranks judge crossings together
             resolved.level = "grads"
         self._driver = Driver(self._adapter, resolved, None)
         self._calls = 0
@@ -61,12 +61,12 @@ class Evaluation:
 
 
 class _Execution(Pass):
-    """One call; what counts as its losses are its bad results."""
+    """One call; its bad results serve as its losses."""
 
     def __init__(self, adapter: PlainAdapter, call: Callable[[], Any]) -> None:
         self._adapter = adapter
         self._call = call
-        self.bad: list[int] = []  # which of the tensors in its result
+        self.bad: list[int] = []  # indices of the bad tensors in its result
 
     def results(self, output: Any) -> Named:
         tensors = _C.tensors_in(output)
@@ -81,10 +81,10 @@ class _Execution(Pass):
             return self.results(self._call())
 
     def clear_gradients(self) -> None:
-        """There are none."""
+        """Evaluation has no gradients."""
 
 
 def is_bad(tensor: torch.Tensor) -> bool:
-    """A -Inf alone is meant."""
+    """A -Inf alone counts as intended."""
     stats = _C.scan_one(tensor)
     return stats is not None and (stats.nan > 0 or stats.pos_inf > 0)

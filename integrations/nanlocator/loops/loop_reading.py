@@ -1,7 +1,7 @@
-"""LoopReading: what the calls of a training loop say that belong to no step that could be driven.
+"""LoopReading: state of a training loop that outlives a driven step.
 
-``watch`` is not told where a step ends: the first optimizer that uses gradients ends it, and more may follow;
-``zero_grad`` may come before a forward, after it, or never.
+``watch`` has no signal for the end of a step: the first optimizer that uses gradients ends it, and more may
+follow; ``zero_grad`` may come before a forward, after it, or never.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,8 +15,8 @@ class LoopReading:
     """Methods are called in the loop's order.
 
     Attributes:
-        decision: on the gradients that are there, which outlive the step that the first optimizer has ended.
-        zeroed: parameters whose gradients are there, and have been zeroed since gradients were scanned.
+        decision: on the present gradients, which outlive the step that the first optimizer has ended.
+        zeroed: parameters whose gradients exist, and were zeroed after the last scan of gradients.
     """
 
     def __init__(self) -> None:
@@ -24,9 +24,9 @@ class LoopReading:
         self.forget()
 
     def forget(self) -> None:
-        """An exception has ended the step."""
+        """After an exception has ended the step."""
         self.decision = _C.Decision.PROCEED
-        self._is_left = False  # gradients were zeroed, and what was computed before waits for a backward
+        self._is_left = False  # gradients were zeroed before the backward of the values computed so far
         self._left_losses: list[torch.Tensor] = []
 
     def begin_forward(
@@ -34,17 +34,17 @@ class LoopReading:
         read: list[torch.Tensor],
         bad_among: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> None:
-        """``read``: values that the program has read since the forward before. Where it has zeroed its
-        gradients after them, it has left their step."""
+        """``read``: values that the program has read since the last forward. If it has then zeroed its
+        gradients, it has abandoned their step."""
         if read and self._is_left and not self._left_losses:
             self._left_losses = bad_among(read)
 
     def begin_computation(self) -> None:
-        """A forward or a backward, of whatever step this is."""
+        """A forward or a backward of any step."""
         self._is_left = False
 
     def take_left_losses(self) -> list[torch.Tensor]:
-        """A backward begins: the bad losses of a step that was left before it."""
+        """At the start of a backward: returns the bad losses of the step abandoned before it."""
         left, self._left_losses = self._left_losses, []
         return left
 
@@ -52,10 +52,10 @@ class LoopReading:
         self.decision = _C.Decision.PROCEED
 
     def scan_gradients(self) -> None:
-        """Those that something was added to."""
+        """The gradients scanned are those with new contributions."""
         self.zeroed.clear()
 
     def zero_gradients(self, parameters: Iterable[torch.Tensor], *, had_backward: bool) -> None:
-        """They were zeroed just now; ``had_backward``: in a step that is not over."""
+        """After zeroing; ``had_backward``: the current step already had one."""
         self._is_left = not had_backward
         self.zeroed |= {p for p in parameters if p.grad is not None}

@@ -35,23 +35,23 @@ class LocatingOptimizer(Locator, Optimizer):
     """Looks for NaN and Inf in the gradients before ``optimizer`` uses them, and says where they are.
 
     It is a ``torch.optim.Optimizer`` that shares ``param_groups`` and ``state`` with the wrapped one, so
-    learning-rate schedulers, GradScaler, checkpoints and hooks work on either. What it computes is what
-    the wrapped optimizer computes, bit for bit.
+    learning-rate schedulers, GradScaler, checkpoints and hooks work on either. Its results equal the wrapped
+    optimizer's bit for bit.
 
     Args:
-        optimizer: the optimizer to wrap; ``inner`` gives it back.
+        optimizer: the optimizer to wrap; ``inner`` returns it.
         model: its ``named_parameters()`` name the parameters.
         grad_scaler: the ``GradScaler`` of this optimizer, if there is one. Its routine overflows are
-            then no findings, until the scale has fallen below 1.
-        options: see :class:`nanlocator.engine.options.Options`. ``step`` returns None where a policy leaves
-            the update out. A re-run takes ``step(closure)``; without one the next bad step is traced.
+            not findings then, until the scale has fallen below 1.
+        options: see :class:`nanlocator.engine.options.Options`. ``step`` returns None if a policy leaves
+            the update out. A re-run needs ``step(closure)``; without it the next bad step is traced.
 
-    With torch.distributed initialised, every rank must build it, and call ``clip_grad_norm`` and ``step``
-    equally often. Without a closure gradients are seen after DistributedDataParallel has reduced them only.
+    With torch.distributed initialised, every rank must construct it, and call ``clip_grad_norm`` and ``step``
+    equally often. Without a closure, gradients are seen only after DistributedDataParallel has reduced them.
 
-    A closure that is executed again must compute the same loss from the same data. Generators (torch,
-    Python, numpy), the model's buffers and the ``grad_scaler`` are restored before; what else it moves
-    can be named with ``register_state``. ``remove`` takes the hooks of levels modules and operators off.
+    A re-run of the closure must compute the same loss from the same data. Generators (torch, Python, numpy),
+    the model's buffers and the ``grad_scaler`` are restored first; register any other state that it changes
+    with ``register_state``. ``remove`` removes the hooks of levels modules and operators.
 
     Cost: one read of the gradients per step, and a wait of the host for a four-byte flag (with
     ``clip_grad_norm`` for the norm, too).
@@ -75,7 +75,7 @@ class LocatingOptimizer(Locator, Optimizer):
         if isinstance(optimizer, LocatingOptimizer):
             raise _C.UsageError("this optimizer is a LocatingOptimizer already; wrap it once")
         resolved = resolve_options(options, "optimizer")
-        # Optimizer.__init__ is not called: it would make groups and state of its own.
+        # Optimizer.__init__ is not called: it would make its own groups and state.
         self.inner = optimizer
         keep_from_deepspeed(self)
         self._adapter = PlainAdapter([optimizer], {"": model})
@@ -90,8 +90,8 @@ class LocatingOptimizer(Locator, Optimizer):
         """Scans the gradients, then clips them as ``torch.nn.utils.clip_grad_norm_`` does.
 
         Returns torch's total norm. Raises NonFiniteGradientError (``on_bad="stop"``) before anything is
-        clipped; also for a norm that overflows though every gradient is finite. Inside a closure they are
-        clipped, and judged as they were before when it has returned.
+        clipped, also for a norm that overflows though every gradient is finite. Inside a closure it clips,
+        and the gradients from before the clip are judged when the closure has returned.
         """
         with self._driver.abandoning():
             self._driver.scan_gradients()
@@ -104,8 +104,8 @@ class LocatingOptimizer(Locator, Optimizer):
         return norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step. Gradients that ``clip_grad_norm`` has not scanned in this step
-        are scanned first; those that a closure computes, after each of its calls."""
+        """The wrapped optimizer's step. First scans the gradients that ``clip_grad_norm`` has not scanned in
+        this step; with a closure, after each of its calls."""
         with self._driver.abandoning():
             try:
                 if closure is None:
@@ -137,7 +137,7 @@ class LocatingOptimizer(Locator, Optimizer):
         self._adapter.has_own_state = True
 
     def remove(self) -> None:
-        """Takes all hooks off; the gradients are still scanned."""
+        """Removes all hooks; the gradients are still scanned."""
         self._driver.remove()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -149,7 +149,7 @@ class LocatingOptimizer(Locator, Optimizer):
         if "_driver" in vars(self):
             self._driver.take_parameters_again()
 
-    # --- the wrapped optimizer's own -----------------------------------------------------------------
+    # --- delegated to the wrapped optimizer ---------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -174,7 +174,7 @@ class LocatingOptimizer(Locator, Optimizer):
         self.inner.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what this class lacks: defaults, register_step_pre_hook's tables, fused flags, ...
+        # Only for attributes that this class lacks: defaults, tables of register_step_pre_hook, fused flags.
         if name == "inner":
             raise AttributeError(name)
         if name == "_step_supports_amp_scaling":
@@ -193,7 +193,7 @@ class _Evaluation(PlainPass):
         super().__init__(adapter)
         self._driver = driver
         self._closure = closure
-        self.latest: Any = None  # what it returned last
+        self.latest: Any = None  # its latest result
 
     def run(self) -> Any:
         with torch.enable_grad(), self._before_clips(), self._following_pipeline():
@@ -205,7 +205,7 @@ class _Evaluation(PlainPass):
             return losses_of(self.run())
 
     def changed_data(self) -> list[str]:
-        if self._adapter.has_own_state:  # the program says what its closure moves
+        if self._adapter.has_own_state:  # the program has registered the state that its closure changes
             return []
         return [f"the closure draws from the iterator '{name}'" for name in iterators_of(self._closure)]
 
@@ -228,7 +228,8 @@ class _Evaluation(PlainPass):
 
     @contextlib.contextmanager
     def _before_clips(self) -> Iterator[None]:
-        """``torch.nn.utils.clip_grad_norm_`` makes every gradient NaN where one is: scans them before."""
+        """If one gradient is NaN, ``torch.nn.utils.clip_grad_norm_`` makes all of them NaN, so this scans
+        them first."""
 
         def clip(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> None:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

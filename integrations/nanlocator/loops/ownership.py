@@ -1,7 +1,7 @@
-"""Refuses models and optimizers that an engine of DeepSpeed trains, or is about to: their gradients
-are the engine's, and nothing would be found.
+"""Refuses models and optimizers that a DeepSpeed engine trains or is about to train: the engine owns their
+gradients, and nothing would be found.
 
-Nothing of DeepSpeed is imported here: most programs have none.
+Does not import DeepSpeed, which most programs do not have.
 """
 
 import functools
@@ -27,8 +27,8 @@ _followed: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
 
 
 def keep_from_deepspeed(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """DeepSpeed takes an optimizer that is followed, and asks it to step with partitions of its own: nothing
-    would ever be found. From now on it raises UsageError; returns what ends that."""
+    """If DeepSpeed took a followed optimizer, it would let it step with DeepSpeed's own partitions, and
+    nothing would be found. From now on this raises UsageError; the returned function ends the check."""
     _followed.add(optimizer)
     _check_optimizers()
     return lambda: _followed.discard(optimizer)
@@ -41,7 +41,7 @@ def _check_optimizers() -> None:
 
 def _wrap_check(module: ModuleType) -> None:
     def check(original: Callable[..., Any], engine: Any, basic_optimizer: Any) -> Any:
-        """Of every optimizer that it will wrap."""
+        """Checks every optimizer that DeepSpeed is about to wrap."""
         if basic_optimizer in _followed:
             raise _C.UsageError(
                 "deepspeed.initialize was given an optimizer that nanlocator follows already "
@@ -54,7 +54,8 @@ def _wrap_check(module: ModuleType) -> None:
 
 
 def refuse_owned(models: Iterable[torch.nn.Module], optimizers: Iterable[Any]) -> None:
-    """Raises UsageError for what an engine of DeepSpeed trains: its gradients are elsewhere, and its own."""
+    """Raises UsageError for models and optimizers that a DeepSpeed engine trains: it keeps their gradients
+    itself."""
     engine_module = sys.modules.get("deepspeed.runtime.engine")
     if engine_module is None:
         return

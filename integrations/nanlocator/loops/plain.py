@@ -42,15 +42,16 @@ from nanlocator.state.rerun import ScalerState
 
 class PlainAdapter(Adapter):
     """Args:
-    optimizers: their ``param_groups`` are the parameters, in their order.
-    models: name them, and have the modules and buffers; each under a name of its own, "" for an only one.
+        optimizers: their ``param_groups`` are the parameters, in their order.
+        models: give the parameters' names, the modules and the buffers; each has its own name, "" for a
+            single one.
 
     Attributes:
-        tensors: what the optimizers hold.
-        parts: by parameter id; of a flat parameter of FSDP1 several are in one tensor.
-        own_gradients: of each framework that reduces some of them; the driver's.
-        not_covered: what is not known of shards and of the ranks' places.
-        pipeline_group: of the ranks that have the model's other stages.
+        tensors: the optimizers' parameters.
+        parts: by parameter id; several may be in one tensor, a flat parameter of FSDP1.
+        own_gradients: one per framework that reduces some gradients; belongs to the driver.
+        not_covered: unknown shards and rank coordinates.
+        pipeline_group: the ranks that have the model's other stages.
     """
 
     why_no_pass = "step() was called without a closure"
@@ -64,14 +65,14 @@ class PlainAdapter(Adapter):
         self.not_covered: list[str] = []
         self.pipeline_group = group_of(models.values())
         self.left_out: set[torch.Tensor] = set()  # parameters whose gradients belong to another step
-        self.has_own_state = False  # the program has said what else its passes move
-        self.has_changed_weights = False  # they are no longer those that the step has used
+        self.has_own_state = False  # the program has registered further state of its passes
+        self.has_changed_weights = False  # the weights differ from those that the step used
         kept = {t: p for each in models.values() for t, p in fsdp2.whole_and_sharded(each)}
         self._names = {kept.get(p, p): n for n, p in self._named("named_parameters")}
-        self._are_in_place = False  # the parameters, as far as was looked
+        self._are_in_place = False  # whether `check_parameters` has run
 
     def parameter_map(self) -> _C.ParameterMap:
-        """Of the concatenated groups as they are now; position = parameter id."""
+        """From the concatenated groups as they are now; position = parameter id."""
         groups = [list(group["params"]) for each in self._optimizers for group in each.param_groups]
         self.tensors: list[torch.Tensor] = list(dict.fromkeys(p for group in groups for p in group))
         if self.tensors and self._names and self._names.keys().isdisjoint(self.tensors):
@@ -120,7 +121,7 @@ class PlainAdapter(Adapter):
                     if part.name is not None:
                         part.name = _below(model, part.name)
                     parts.setdefault(part.tensor, []).append(part)
-        except AttributeError as error:  # private ones, which a release of torch may rename
+        except AttributeError as error:  # private attributes, which a release of torch may rename
             self.not_covered.append(f"where the shards of {framework} lie: not known of this torch ({error})")
             return {}
         return parts
@@ -159,15 +160,14 @@ class PlainAdapter(Adapter):
         ]
 
     def skips_bad_updates(self) -> bool:
-        """As a loss scaler does that has seen an overflow, or will."""
+        """As a loss scaler does after an overflow."""
         return self.loss_scale is not None and self.loss_scale() is not None
 
     def check_parameters(self) -> None:
-        """Before the first step: that the models still have the parameters that the optimizers hold, as they
-        were.
+        """Before the first step: checks that the models still have the optimizers' parameters, unchanged.
 
         Raises:
-            nanlocator.UsageError: where they have others in their place, or shards of them.
+            nanlocator.UsageError: if parameters were replaced or sharded.
         """
         if self._are_in_place:
             return
@@ -182,7 +182,7 @@ class PlainAdapter(Adapter):
                 "updates a tensor that the model no longer uses. Shard and load the model first, then make "
                 "the optimizer, then call nanlocator"
             )
-        # With use_orig_params an optimizer may hold them all the same.
+        # With use_orig_params an optimizer may hold them in spite of that.
         late = self._in_flat_parameters() & ours - self._were_in_flat_parameters
         names = [name for p, name in self._names.items() if p in late]
         if names:
@@ -197,8 +197,8 @@ class PlainAdapter(Adapter):
 
     def parameters_now(self) -> Named:
         """FSDP2 may replace a shard's tensor (reset_sharded_param), as torch before 2.10 does in the first
-        forward where ranks have shards of different sizes. FSDP1 puts whole weights into its tensors while
-        a step runs: of these as they were when the map was made."""
+        forward if ranks have shards of different sizes. FSDP1 puts whole weights into its tensors while a
+        step runs, so for them this returns the views from when the map was made."""
         return [
             (name, part.view(part.tensor) if part.tensor in self.by_fsdp2 else tensor)
             for (name, tensor), part in zip(self.parameters, self.parts, strict=True)
@@ -225,7 +225,7 @@ class PlainAdapter(Adapter):
 
 
 class PlainDriver(Driver):
-    """And each rank's own gradients, where a framework that is known reduces them over its ranks."""
+    """Also follows each rank's own gradients, if a known framework reduces them over the ranks."""
 
     adapter: PlainAdapter
 
@@ -239,7 +239,8 @@ class PlainDriver(Driver):
         self._follow_reduction()
 
     def pipeline_of(self, schedule: Any) -> Pipeline | None:
-        """Of the schedule that drives this rank's stages, one at a time; None where it is not known."""
+        """The pipeline of the schedule that drives this rank's stages, one at a time; None if it is
+        unknown."""
         if not is_known(schedule):
             unknown = f"{type(schedule).__name__}: this torch does its steps in another way"
             self.locator.add_not_covered([unknown])
@@ -248,7 +249,7 @@ class PlainDriver(Driver):
             self._leave_pipeline()
             self._pipeline = Pipeline(schedule, self.boundaries)
             self._engine.watch(self._pipeline.boundaries.watch)
-            if self.adapter.pipeline_group is not self._pipeline.group:  # this rank stands elsewhere
+            if self.adapter.pipeline_group is not self._pipeline.group:  # this rank's place has changed
                 self.adapter.pipeline_group = self._pipeline.group
                 self.take_parameters_again()
         return self._pipeline
@@ -263,7 +264,7 @@ class PlainDriver(Driver):
         scans = self._scans = LocalScans(self, lambda uncovered: locator.add_not_covered([uncovered]))
         for each in adapter.not_covered:
             scans.say_uncovered(each)
-        if adapter.gradient_phase == "grad_local":  # there is nobody to reduce with
+        if adapter.gradient_phase == "grad_local":  # no rank to reduce with
             return
         own = adapter.own_gradients
         if adapter.by_fsdp2:
@@ -313,7 +314,7 @@ class PlainDriver(Driver):
 
 
 class PlainPass(Pass):
-    """A pass over gradients that may have been there before it began."""
+    """A pass whose gradients may have existed before it began."""
 
     def __init__(self, adapter: PlainAdapter) -> None:
         self._adapter = adapter
@@ -337,7 +338,7 @@ def plain_driver(
     grad_scaler: GradScaler | None,
     loss_scale: Callable[[GradScaler], LossScale | None],
 ) -> PlainDriver:
-    """``loss_scale`` is asked of a scaler that is enabled."""
+    """``loss_scale`` is called with an enabled scaler."""
     if grad_scaler is not None and grad_scaler.is_enabled():
         adapter.loss_scale = functools.partial(loss_scale, grad_scaler)
     driver = PlainDriver(adapter, options, connect(options))
@@ -347,16 +348,16 @@ def plain_driver(
 
 
 def scale_in_gradients(scaler: GradScaler) -> LossScale:
-    """It has not unscaled these gradients. Dividing by a scale of 1 or more makes no Inf of a finite value;
-    below 1 they are not too large because of it."""
+    """For gradients that the scaler has not unscaled. Dividing by a scale of 1 or more makes no Inf of a
+    finite value; if the scale is below 1, it is not the cause of an overflow."""
     scale = scaler.get_scale()
     return scale, scale >= 1.0, True
 
 
 def overflow_seen(scaler: GradScaler, *, optimizer_id: int) -> LossScale | None:
-    """The loss scale, where the scaler has found Inf in the gradients of the optimizer with this id, will
-    leave its step out and lower the scale. Below 1 the gradients are not too large because of it. Gradients
-    are scanned unscaled."""
+    """Returns the loss scale if the scaler has found Inf in the gradients of the optimizer with this id, so
+    that it will leave out the step and lower the scale. If the scale is below 1, it is not the cause of the
+    overflow. Gradients are scanned unscaled."""
     state = scaler._per_optimizer_states[optimizer_id]
     if not any(found.item() for found in state["found_inf_per_device"].values()):
         return None
@@ -365,7 +366,8 @@ def overflow_seen(scaler: GradScaler, *, optimizer_id: int) -> LossScale | None:
 
 
 def held_parameters(modules: Iterable[torch.nn.Module]) -> set[torch.Tensor]:
-    """What an optimizer of theirs would hold, also while they hold something else in its place."""
+    """The parameters that an optimizer of these modules would hold, even while the modules hold
+    replacements."""
     return {
         p
         for each in modules
@@ -374,7 +376,7 @@ def held_parameters(modules: Iterable[torch.nn.Module]) -> set[torch.Tensor]:
 
 
 def are_in_shards(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether a forward of theirs exchanges data between ranks, as far as their parameters show."""
+    """Whether a forward of these modules exchanges data between ranks, judging by their parameters."""
     return any(
         hasattr(p, "device_mesh") or next(fsdp1.handles_of(each), None) is not None
         for each in modules
@@ -383,7 +385,7 @@ def are_in_shards(modules: Iterable[torch.nn.Module]) -> bool:
 
 
 def _below(model: str, name: str) -> str:
-    """Of several models each has its name before what is in it."""
+    """With several models, the model's name precedes the names in it."""
     if not model:
         return name
     name = shown_module(name)

@@ -1,11 +1,11 @@
-"""A step as it can be executed again, though nobody has handed over a closure.
+"""Records a step so that it can be executed again without a closure.
 
-Calls of the watched modules and of ``backward`` are kept with their arguments, data as copies; the operators
-between them are recorded by the engine (nanlocator/recorder/step_recorder.hpp). Nothing else is copied but
-the generators' states before each call, nothing is scanned, and no value, result or random number changes.
+Calls of the watched modules and of ``backward`` are kept with their arguments, data as copies; the engine
+records the operators between them (nanlocator/recorder/step_recorder.hpp). Only the generators' states before
+each call are copied besides, nothing is scanned, and no value, result or random number changes.
 
-One recorder at a time, for the thread that has made it: it wraps ``torch.nn.Module.__call__`` and autograd's
-entry of ``torch.autograd``, for as long as it lives.
+There is one recorder at a time, for the thread that made it. While it exists it wraps
+``torch.nn.Module.__call__`` and autograd's entry of ``torch.autograd``.
 """
 
 import contextlib
@@ -40,33 +40,33 @@ from nanlocator.state.switches import Switches, switches_of
 
 T = TypeVar("T")
 
-# Data that is not copied, and samples of its content; None where nobody looks at it.
+# Data that is not copied, and samples of its content; None if it is not sampled.
 _ByReference = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Follower(Protocol):
     def before_other_forward(self) -> None:
-        """A call of a module without a watched parameter begins, for the first time."""
+        """Before the first call of each module without a watched parameter."""
 
     def before_forward(self) -> None:
-        """A call of a module that has parameters begins."""
+        """Before a call of a module that has watched parameters."""
 
     def before_backward(self, roots: list[torch.Tensor]) -> None:
-        """Of these; none of a pipeline's, which has its own."""
+        """``roots``: the backward's roots; empty for a pipeline, which has its own."""
 
     def after_backward(self) -> None:
-        """Gradients have been written."""
+        """After gradients have been written."""
 
 
 class StepRecorder:
-    """Records the steps of whoever trains ``parameters``.
+    """Records the steps that train ``parameters``.
 
     Args:
-        parameters: a module that has one of them below it is kept as a call, every other one as the operators
-            that it executes.
-        follower: hears of what the program does.
-        most_bytes: memory that may be kept for operators outside of modules; a step that needs more is not
-            executed again, and says so.
+        parameters: a module that has one of them below it is kept as a call, every other module as the
+            operators that it executes.
+        follower: is called at the events of the program.
+        most_bytes: limit of the memory for operators outside of modules; a step that needs more is not
+            executed again and reports it.
     """
 
     _active: "StepRecorder | None" = None
@@ -84,20 +84,20 @@ class StepRecorder:
             )
         self._engine = _C.StepRecorder(weakly(self._function_call), most_bytes)
         self._thread = threading.get_ident()
-        self._follower = weakref.proxy(follower)  # its own wrappers keep it until it is removed
-        self._depth = 0  # calls and backwards that are running
-        self._is_in_module = False  # the outermost of them is a module's
-        self.is_in_backward = False  # one into the leaves' gradients is running
-        self.has_update = False  # within it, or the last one, an optimizer has used some of them
-        self.has_gradients = False  # were written in this step
-        self._obstacle = ""  # to executing this step again
+        self._follower = weakref.proxy(follower)  # because its wrappers keep it until it is removed
+        self._depth = 0  # number of running calls and backwards, nested
+        self._is_in_module = False  # the outermost of them is a module's call
+        self.is_in_backward = False  # a backward into the leaves' gradients is running
+        self.has_update = False  # an optimizer has stepped within the current or latest backward
+        self.has_gradients = False  # gradients were written in this step
+        self._obstacle = ""  # why this step cannot be executed again
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
-        self.evaluation: Evaluation | None = None  # in place of a step, which a call then is no part of
-        self.losses: list[torch.Tensor] = []  # of the backwards of this step, detached
-        self._has_asked = False  # for gradients as values (torch.autograd.grad), in this step
-        self._received: list[torch.Tensor] = []  # messages of other ranks, in this step
-        self.unscaled = WeakIdKeyDictionary()  # what a loss scaler has multiplied
+        self.evaluation: Evaluation | None = None  # calls belong to it, not to a step
+        self.losses: list[torch.Tensor] = []  # losses of this step's backwards, detached
+        self._has_asked = False  # for gradients as values (torch.autograd.grad) in this step
+        self._received: list[torch.Tensor] = []  # other ranks' messages in this step
+        self.unscaled = WeakIdKeyDictionary()  # a loss scaler's inputs, by its results
         self.set_parameters(parameters)
         StepRecorder._active = self
         self._patches = Patches(__name__)
@@ -111,7 +111,7 @@ class StepRecorder:
 
     @property
     def lost(self) -> list[str]:
-        """What is not seen with this torch, for a verdict's coverage."""
+        """Observations that this torch does not allow, for a verdict's coverage."""
         return self._patches.lost
 
     def set_parameters(self, parameters: list[torch.Tensor]) -> None:
@@ -121,31 +121,31 @@ class StepRecorder:
         self._ours.clear()
 
     def remove(self) -> None:
-        """Takes the wrappers off, and forgets what was recorded. May be called twice."""
+        """Removes the wrappers and forgets the recording. May be called twice."""
         self._patches.remove()
         if StepRecorder._active is self:
             StepRecorder._active = None
-            self._depth = 1  # calls that are under way record nothing more
+            self._depth = 1  # running calls record nothing more
             self._engine.close()
         self.losses.clear()
         self._received.clear()
 
     @property
     def backwards(self) -> int:
-        """Of this step, so far."""
+        """The number in this step so far."""
         return self._engine.backwards
 
     @property
     def problem(self) -> str:
-        """Why this step cannot be executed again, a clause; "" where it can."""
+        """Why this step cannot be executed again, as a clause; "" if it can."""
         return self._obstacle or self._engine.problem()
 
     def give_up(self, obstacle: str) -> None:
-        """This step is not executed again, as ``obstacle``."""
+        """Excludes this step from re-execution; ``obstacle`` is the reason."""
         self._obstacle = obstacle
 
     def begin_step(self) -> None:
-        """The update is done. What has been computed and waits for a backward stays."""
+        """After the update. Keeps values that wait for a backward."""
         self._engine.begin_step()
         self._leave_step()
 
@@ -156,13 +156,13 @@ class StepRecorder:
     def _leave_step(self) -> None:
         self.losses.clear()
         self._received.clear()
-        self._by_reference: _ByReference = []  # of what was named last
+        self._by_reference: _ByReference = []  # from the latest `_named`
         self._obstacle = ""
         self._has_asked = self.has_update = self.has_gradients = False
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """For what is no part of a step: an update, a re-run."""
+        """For code outside of a step: an update, a re-run."""
         self._depth += 1
         self._engine.pause()
         try:
@@ -173,18 +173,18 @@ class StepRecorder:
 
     @property
     def is_suspended(self) -> bool:
-        """What happens now is no part of a step. In a module's call a program may well take its steps."""
+        """The running code is not part of a step. A program may run its steps within a module's call."""
         return self._depth > 0 and not self.is_in_module
 
     @property
     def is_in_module(self) -> bool:
         return self._is_in_module and self._depth == 1 and threading.get_ident() == self._thread
 
-    # --- what is recorded ----------------------------------------------------------------------------
+    # --- recording -----------------------------------------------------------------------------------
 
     def _around_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self._depth != 0 or threading.get_ident() != self._thread:  # not is_outside: this is hot
+            if self._depth != 0 or threading.get_ident() != self._thread:  # inlines is_outside: hot path
                 return original(module, *args, **kwargs)
             return self.call_module(original, module, args, kwargs)
 
@@ -199,14 +199,14 @@ class StepRecorder:
 
     def _around_receive(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def receive(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
-            if self.is_outside():  # what a module receives, it receives again
+            if self.is_outside():  # a re-run module receives its messages again
                 self.note_received(args[0] if args else kwargs["tensors"])
             return original(group, *args, **kwargs)
 
         return receive
 
     def is_outside(self) -> bool:
-        """Whether a call that begins now is one of the step's own, and not inside of one."""
+        """Whether a call that begins now is a top-level call of the step."""
         return self._depth == 0 and threading.get_ident() == self._thread
 
     def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -226,12 +226,12 @@ class StepRecorder:
             given = tensors_of((args, kwargs))
             call = _ModuleCall(module, *self._named((args, kwargs), given), self._now())
             call.by_reference = self._by_reference
-        except Exception:  # what a class of the program raises when it is looked at
+        except Exception:  # the program's classes may raise when inspected
             self.give_up(f"what {class_name(module)} was given cannot be kept")
             call = None
         with self.suspended(), self._in_module():
             output = original(module, *args, **kwargs)
-        self._engine.note_weights()  # a forward may write to its own (Embedding's max_norm)
+        self._engine.note_weights()  # a forward may write to its own weights (Embedding's max_norm)
         if call is not None:
             self._engine.add_call(call, given, _C.tensors_in(output))
         return output
@@ -245,7 +245,7 @@ class StepRecorder:
             self._is_in_module = False
 
     def trains(self, module: nn.Module) -> bool:
-        """Whether it holds a watched parameter."""
+        """Whether the module holds a watched parameter."""
         is_ours = self._ours.get(module)
         if is_ours is None:
             is_ours = self._ours[module] = not self._parameters.isdisjoint(held_parameters([module]))
@@ -254,7 +254,7 @@ class StepRecorder:
         return is_ours
 
     def _state_of_gradients(self) -> tuple[int, int]:
-        """Changes when one is written. FSDP2 adds to the tensor inside of a DTensor."""
+        """Changes when a gradient is written. FSDP2 adds to the tensor inside of a DTensor."""
         inner = (p.grad._local_tensor for p in self._sharded if p.grad is not None)
         return self._engine.state_of_gradients(), sum(tensor._version for tensor in inner)
 
@@ -291,8 +291,8 @@ class StepRecorder:
         return gradients
 
     def take_assigned(self) -> list[torch.Tensor]:
-        """Parameters whose gradients the program has set to what it has computed by itself in this step, from
-        what ``torch.autograd.grad`` gave it. They stand for a backward then."""
+        """Parameters to which the program has assigned gradients that it computed in this step from the
+        results of ``torch.autograd.grad``. The assignment then counts as a backward."""
         if not self._has_asked:
             return []
         values = {
@@ -321,13 +321,13 @@ class StepRecorder:
             return original(*args, **kwargs)
 
     def run_backward_in_module(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Its gradients are scanned; the step is not executed again."""
+        """Scans its gradients; the step cannot be executed again."""
         self._follower.before_backward(_C.tensors_in(args[0]))
         with self._writing_gradients(None, [], self._losses_in(args)):
             return original(*args, **kwargs)
 
     def record_pass(self, pipeline: Pipeline, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A step of the pipeline's schedule: all its forwards and backwards."""
+        """One step of the pipeline's schedule: all its forwards and backwards."""
         self._follower.before_backward([])
         for module in pipeline.modules:
             self._follow_switches(module)
@@ -344,8 +344,8 @@ class StepRecorder:
         given: list[torch.Tensor],
         losses: list[torch.Tensor],
     ) -> Iterator[None]:
-        """Around ``call``, where it happens; None: one that is not executed again. ``losses``: as they are
-        after it."""
+        """Surrounds the execution of ``call``; None: it cannot be executed again. ``losses`` is read after
+        it."""
         before = self._state_of_gradients()
         self.is_in_backward, self.has_update = True, False
         try:
@@ -354,7 +354,7 @@ class StepRecorder:
         finally:
             self.is_in_backward = False
         if self._state_of_gradients() == before and not self._has_unreduced() and not self.has_update:
-            return  # nobody watches them
+            return  # no watched gradient was written
         if self.has_update:
             self.give_up("an optimizer steps within its backward, and would again")
         self.losses += losses
@@ -366,20 +366,20 @@ class StepRecorder:
         self._follower.after_backward()
 
     def note_weights(self) -> None:
-        """What they are now a pass begins with."""
+        """Notes the weights with which a pass begins."""
         self._engine.note_weights()
 
     def changed_weights(self) -> list[torch.Tensor]:
-        """Those that the program has written to in this pass, by itself."""
+        """Weights that the program itself has written to in this pass."""
         return self._engine.changed_weights()
 
     def take_read(self) -> list[torch.Tensor]:
-        """What waits for a backward and the program has read; where a call begins that may be another
-        step's."""
+        """Returns the values that wait for a backward and that the program has read. Called when a call
+        begins that may belong to another step."""
         return self._engine.take_read()
 
     def unfinished(self) -> list[torch.Tensor]:
-        """What waits for a backward."""
+        """Values that wait for a backward."""
         return self._engine.unfinished()
 
     def bad_among(self, waiting: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -388,12 +388,12 @@ class StepRecorder:
             return [tensor for tensor in waiting if is_bad(tensor)]
 
     def have_common_calls(self, some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-        """Whether some of both was computed from the same call; true where it is not known."""
+        """Whether tensors of both lists were computed from the same call; true if unknown."""
         return self._engine.have_common_calls(some, others)
 
     def scan(self, waiting: list[torch.Tensor]) -> bool:
-        """What waits for a backward that will not come; waits for the device. What holds a NaN or +Inf is
-        a loss of this step then. Whether there is such a one."""
+        """Scans values that wait for a backward that will not come; waits for the device. Values with NaN or
+        +Inf become losses of this step. Returns whether any exist."""
         bad = self.bad_among(waiting)
         for tensor in bad:
             self._engine.add_backward(_Unfinished(self._named([tensor])), [tensor])
@@ -410,8 +410,8 @@ class StepRecorder:
         return call, _C.tensors_in((args, kwargs))
 
     def _named(self, value: T, tensors: list[torch.Tensor] | None = None) -> T:
-        """``value`` with a name in place of each tensor that the step has computed, and a copy of each that
-        the program may load the next batch into. ``tensors``: those in it, where they are known."""
+        """Returns ``value`` with each tensor that the step has computed replaced by its name, and with copies
+        of tensors that the program may load the next batch into. ``tensors``: the tensors in it, if known."""
         tensors = tensors_of(value) if tensors is None else tensors
         stand_ins: dict[int, Any] = {id(each): self._engine.value_of(each) or each for each in tensors}
         data = [each for each in tensors if stand_ins[id(each)] is each and _is_plain(each)]
@@ -429,7 +429,7 @@ class StepRecorder:
     # --- execution -----------------------------------------------------------------------------------
 
     def run_again(self) -> Named:
-        """The losses."""
+        """Returns the losses."""
         replay = _C.StepReplay(events := self._engine.needed())
         losses: list[torch.Tensor] = []
         numbered = self._are_microbatches(events)
@@ -454,7 +454,7 @@ class StepRecorder:
         return [(f"loss[{i}]", loss) for i, loss in enumerate(losses)]
 
     def _are_microbatches(self, events: list[_C.RecordedEvent]) -> bool:
-        """Whether each backward follows calls of the same modules: gradients are accumulated."""
+        """Whether each backward follows calls of the same modules, so that gradients are accumulated."""
         called: list[list[int]] = [[]]
         for event in events:
             if isinstance(event.payload, _ModuleCall):
@@ -480,7 +480,7 @@ class StepRecorder:
 
 
 def _stop_in_child() -> None:
-    """A forked worker of a data loader trains nothing."""
+    """A forked worker of a data loader does not train."""
     if (recorder := StepRecorder._active) is not None:
         recorder.remove()
 
@@ -490,7 +490,7 @@ os.register_at_fork(after_in_child=_stop_in_child)
 
 @dataclass(frozen=True)
 class _SwitchesNow:
-    """Of the modules that were called, and torch's, as they are now."""
+    """The current switches of the called modules, and torch's."""
 
     values: list[tuple[Switches, list[Any]]]
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
@@ -502,7 +502,7 @@ class _SwitchesNow:
 
 
 class _Call:
-    """A call of what computes by itself, and what it depends on beside its arguments."""
+    """A call that runs code of the program, with everything it depends on beside its arguments."""
 
     def __init__(self, run: Callable[..., Any], args: Any, kwargs: Any, switches: _SwitchesNow) -> None:
         self._run = run
@@ -540,7 +540,7 @@ class _ModuleCall(_Call):
 
 
 class _PipelineCall(_Call):
-    """A pass over this rank's stages."""
+    """One pass over this rank's stages."""
 
     def __init__(
         self, pipeline: Pipeline, step: Callable[..., Any], args: Any, kwargs: Any, switches: _SwitchesNow
@@ -599,7 +599,7 @@ class _EngineCall:
         self._switches = switches
         self._args, self._kwargs = args, kwargs
         self.accumulates = self.has_losses = accumulates
-        self.losses: list[torch.Tensor] = []  # of torch.autograd.grad
+        self.losses: list[torch.Tensor] = []  # for torch.autograd.grad
 
     def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = mapped((self._args, self._kwargs), _Now(replay))
@@ -610,7 +610,7 @@ class _EngineCall:
 
 
 class _Generators:
-    """Torch's, Python's and numpy's, as they are now."""
+    """The current states of torch's, Python's and numpy's generators."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
@@ -626,7 +626,8 @@ class _Generators:
 
 
 class WeightsState:
-    """They are not copied: where the program itself has changed them within a step, they stay so."""
+    """Weights are not copied: if the program itself has changed them within a step, they cannot be
+    restored."""
 
     def __init__(self, recorder: StepRecorder) -> None:
         self._recorder = recorder
@@ -640,7 +641,7 @@ class WeightsState:
 
 
 class RecordedPass(PlainPass):
-    """What a recorder holds, for the driver."""
+    """The recorded step, for the driver."""
 
     def __init__(self, adapter: PlainAdapter, recorder: StepRecorder) -> None:
         super().__init__(adapter)
@@ -648,7 +649,8 @@ class RecordedPass(PlainPass):
         self._leftovers: dict[torch.Tensor, int] = {}
 
     def take_gradients(self, zeroed: set[torch.Tensor]) -> None:
-        """Before the first backward. Gradients that are there and not among ``zeroed`` are another step's."""
+        """Before the first backward. Existing gradients that are not among ``zeroed`` belong to another
+        step."""
         self._had_gradient = [p.grad is not None for p in self._adapter.tensors]
         self._leftovers = {
             p: _version_of(p.grad) for p in self._adapter.tensors if p.grad is not None and p not in zeroed
@@ -656,9 +658,9 @@ class RecordedPass(PlainPass):
 
     @contextlib.contextmanager
     def leaving_out(self, used: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Another step's gradients are no business of this one, unless it uses them: those of a
-        discriminator, while its generator is trained. They are as they were afterwards. Weights that the
-        program has changed since say nothing of those that were used."""
+        """Leaves out another step's gradients unless this step uses them: those of a discriminator, for
+        example, while its generator is trained. They are restored afterwards. If the program has changed
+        weights since, they are not scanned: they are not the ones that the step used."""
         left_out = self._leftovers.keys() - set(used)
         gradients = [(parameter, parameter.grad) for parameter in left_out]
         self._adapter.left_out = left_out
@@ -701,7 +703,7 @@ def _version_of(gradient: torch.Tensor) -> int:
 
 
 class _Assigned:
-    """In place of a backward: the program has set these gradients."""
+    """Takes the place of a backward: the program has assigned these gradients."""
 
     def __init__(self, gradients: dict[torch.Tensor, Any]) -> None:
         self._gradients = gradients
@@ -713,7 +715,7 @@ class _Assigned:
 
 
 class _Unfinished:
-    """In place of the backward of these values."""
+    """Takes the place of the backward of these values."""
 
     def __init__(self, values: Any) -> None:
         self._values = values
@@ -724,7 +726,7 @@ class _Unfinished:
 
 
 class _Now:
-    """What stands for a name in a re-run."""
+    """Maps a name to its tensor in a re-run."""
 
     def __init__(self, replay: _C.StepReplay) -> None:
         self._replay = replay
@@ -734,8 +736,8 @@ class _Now:
 
 
 def _given(kept: Any, replay: _C.StepReplay, by_reference: set[int]) -> Any:
-    """What stands for the arguments ``kept`` of a call that may write to its data. What was not copied the
-    first time is not copied now."""
+    """The re-run's values of the arguments ``kept`` of a call that may write to its data. Data that was not
+    copied the first time is not copied now."""
     tensors = [each for each in tensors_of(kept) if _is_plain(each) and id(each) not in by_reference]
     copies = dict(zip(map(id, tensors), _C.steady_copies(tensors), strict=True))
     now = _Now(replay)
@@ -747,9 +749,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _show_frames_of_custom_functions(patches: Patches) -> None:
-    """The engine reads what a custom function is applied to from the frame of ``Function.apply``
-    (torch/autograd/function.py), which is no Python function from torch 2.15 on: there it becomes one. An
-    ``apply`` that the program has taken from its class before is not seen."""
+    """The engine reads a custom function's arguments from the frame of ``Function.apply``
+    (torch/autograd/function.py). From torch 2.15 on that is no Python function, and this makes it one. An
+    ``apply`` that the program took from its class earlier is not seen."""
     original = vars(torch.autograd.Function)["apply"]
     if isinstance(original, classmethod):
         return

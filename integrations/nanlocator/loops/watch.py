@@ -1,4 +1,4 @@
-"""``watch``: one line for a training loop as it is."""
+"""``watch``: one line added to an existing training loop."""
 
 import atexit
 import contextlib
@@ -35,15 +35,15 @@ from nanlocator.sharding import fsdp1
 from nanlocator.sharding.pipelining import follow_steps, stages_of
 from nanlocator.state.rerun import GeneratorStates
 
-_USED_IN_BACKWARD = 1 << 24  # groups of scans: of each optimizer
+_USED_IN_BACKWARD = 1 << 24  # groups of scans, one per optimizer
 _UPDATED = 1 << 25
 
 Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
 
 
 def watch(model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: Unpack[Options]) -> "Watch":
-    """Finds NaN and Inf in the gradients of a training loop before they are clipped or used, and says where
-    they were born. The loop stays as it is:
+    """Finds NaN and Inf in the gradients of a training loop before they are clipped or used, and reports
+    where they were born. The loop does not change:
 
         nanlocator.watch(model, optimizer)
         for batch in data:
@@ -53,12 +53,12 @@ def watch(model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: 
             optimizer.step()
             optimizer.zero_grad()
 
-    A bad step is executed again where it stands, with every operator traced: the models' calls with the
-    same inputs and random numbers, what was computed between them, and the backwards, however many.
+    A bad step is executed again at once, with every operator traced: the models' calls with the same inputs
+    and random numbers, the operators between them, and all backwards.
 
-    Gradients are scanned where the loop first could: when their norm is asked for
+    Gradients are scanned at the loop's first use of them: when their norm is computed
     (``torch.nn.utils.clip_grad_norm_``, ``get_total_norm``, ``clip_grads_with_norm_``), when a GradScaler
-    unscales them, when an optimizer steps, and when they are thrown away unseen (``zero_grad``).
+    unscales them, when an optimizer steps, and when ``zero_grad`` discards them.
 
     Args:
         model: the model, or several (a GAN's two, a policy and its critic): a list, or a dictionary whose
@@ -69,14 +69,14 @@ def watch(model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: 
     With torch.distributed initialised, every rank must call it, and scan equally often.
 
     Raises:
-        nanlocator.UsageError: where something is watched already, or there is nothing to watch.
+        nanlocator.UsageError: if something is watched already, or there is nothing to watch.
     """
-    refuse_owned([], [optimizer])  # DeepSpeed's are none of torch's
+    refuse_owned([], [optimizer])  # DeepSpeed's own optimizers are not torch's
     return Watch(_named_models(model), _listed(optimizer, Optimizer), options)
 
 
 class Watch(Locator):
-    """What ``watch`` returns."""
+    """Returned by ``watch``."""
 
     _driver: PlainDriver
 
@@ -96,7 +96,7 @@ class Watch(Locator):
         self._recorder = StepRecorder(self._adapter.tensors, self, resolved.recorded_bytes)
         self._driver.add_state("the weights", WeightsState(self._recorder))
         self._loop = LoopReading()
-        self._used_in_backward: dict[Optimizer, tuple[int, list[int]]] = {}  # group, and numbers of parts
+        self._used_in_backward: dict[Optimizer, tuple[int, list[int]]] = {}  # scan group, part indices
         self._patches = Patches(__name__)
         for each in optimizers:
             self._patches.on_removal(keep_from_deepspeed(each))
@@ -106,10 +106,10 @@ class Watch(Locator):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[list[dict[str, Any]]]:
-        """For evaluation and generation: calls of the models in this block are no steps. What each of them
-        returns is scanned (which waits for the device), and one that holds a NaN or +Inf is executed again
-        with every operator traced. Gives the verdicts. Under ``stop`` it raises in the call; among several
-        ranks it reports.
+        """For evaluation and generation: calls of the models in this block are not training steps. Each
+        call's results are scanned, which waits for the device. If one holds a NaN or +Inf, the call is
+        executed again with every operator traced. Yields the verdicts. Under ``stop`` it raises in the call;
+        with several ranks it only reports.
 
             with watch.evaluating():
                 logits = model(batch)
@@ -123,13 +123,13 @@ class Watch(Locator):
             evaluation.close()
 
     def remove(self) -> None:
-        """Takes everything off; the loop is as it was. May be called twice."""
+        """Removes all hooks and wrappers. May be called twice."""
         self._patches.remove()
         self._recorder.remove()
         self._driver.stop_following()
         self._loop.forget()
 
-    # --- what the recorder tells ---------------------------------------------------------------------
+    # --- called by the recorder --------------------------------------------------------------------------
 
     def before_other_forward(self) -> None:
         self._adapter.check_parameters()
@@ -161,7 +161,7 @@ class Watch(Locator):
         self._loop.write_gradients()
         if not self._driver.is_in_pass:  # the engine is off while a CUDA graph is captured
             self._recorder.begin_step()
-        elif self._recorder.has_update:  # nothing comes after it
+        elif self._recorder.has_update:  # no update follows
             self._scan_gradients()
             with self._abandoning():
                 self._end_step()
@@ -169,8 +169,8 @@ class Watch(Locator):
     # --- where gradients are scanned -----------------------------------------------------------------
 
     def _scan_gradients(self, used: Iterable[torch.Tensor] = ()) -> _C.Decision:
-        """Gradients that nobody has scanned; else what was decided. ``used``: parameters whose gradients
-        the program asks for now."""
+        """Scans gradients that were not yet scanned, and returns the decision. ``used``: parameters whose
+        gradients the program is about to use."""
         if self._recorder.is_suspended:
             return self._loop.decision
         if not (self._is_unseen or self._driver.has_ended_pass):
@@ -181,12 +181,12 @@ class Watch(Locator):
 
     @property
     def _is_unseen(self) -> bool:
-        """Gradients were written, and nobody has scanned them."""
+        """Gradients were written and not yet scanned."""
         return self._driver.is_in_pass and self._recorder.has_gradients
 
     def _end_pass(self, used: Iterable[torch.Tensor] = ()) -> None:
         self._loop.scan_gradients()
-        others = GeneratorStates()  # which a re-run begins with as they were when the step began
+        others = GeneratorStates()  # a re-run restores older states
         others.save()
         with self._abandoning(), self._recorder.suspended(), self._driver.step_pass.leaving_out(used):
             if self._recorder.has_update:
@@ -212,11 +212,11 @@ class Watch(Locator):
         self._recorder.forget()
         self._loop.forget()
 
-    # --- where the program ends in a step ------------------------------------------------------------
+    # --- a program that ends within a step -----------------------------------------------------------------
 
     def _follow_end(self) -> None:
-        """Programs that check their loss by themselves raise, leave their loop or call ``sys.exit``, and no
-        backward or update comes."""
+        """A program that checks its loss itself may raise, leave its loop or call ``sys.exit``, and no
+        backward or update follows."""
         at_exit = functools.partial(_scan_at_exit, weakref.ref(self))
         atexit.register(at_exit)
         self._patches.on_removal(functools.partial(atexit.unregister, at_exit))
@@ -227,7 +227,7 @@ class Watch(Locator):
         return original(*args)
 
     def scan_at_end(self) -> None:
-        """Reports what is bad in a step that the program does not end. Nothing is raised."""
+        """Reports bad values in a step that the program leaves unfinished. Raises nothing."""
         error = ending_error()
         is_told_otherwise = isinstance(error, NonFiniteGradientError | KeyboardInterrupt) or (
             error is not None and is_failure_of_peers(error)
@@ -237,22 +237,22 @@ class Watch(Locator):
         try:
             if not (self._has_bad_loss(self._recorder.unfinished()) or self._is_unseen):
                 return
-            if self._driver.connection is not None:  # the others may not have come here
+            if self._driver.connection is not None:  # the other ranks may not be here
                 self._scan_alone("the program ended" if error is None else first_line(error))
             else:
                 self._end_pass()
         except NonFiniteGradientError:
-            pass  # which was printed
-        except Exception as failure:  # a device that has failed, as the program knows
+            pass  # already printed
+        except Exception as failure:  # a device that has failed, which the program knows
             print(f"nanlocator: the last step could not be scanned: {failure}", file=sys.stderr, flush=True)
 
     def _has_bad_loss(self, waiting: list[torch.Tensor]) -> bool:
         self._take_gradients()
-        is_training = any(model.training for model in self._models.values())  # else it evaluates
+        is_training = any(model.training for model in self._models.values())  # otherwise it evaluates
         return is_training and self._recorder.scan(waiting)
 
     def _scan_left_step(self, read: list[torch.Tensor]) -> None:
-        """The program has read its loss, and goes on to another one's backward."""
+        """The program has read its loss and starts the backward of another one."""
         if not self._driver.is_in_pass or not self._has_bad_loss(read):
             return
         if self._driver.connection is None:
@@ -260,7 +260,7 @@ class Watch(Locator):
             with self._abandoning():
                 self._end_step()
             return
-        print(  # the others may be anywhere
+        print(  # the other ranks may be elsewhere
             f"nanlocator: a loss of rank {torch.distributed.get_rank()} is NaN or Inf, and the program has "
             "left the step: among several ranks it is explained where they go on to their backwards",
             file=sys.stderr,
@@ -300,7 +300,8 @@ class Watch(Locator):
                 wrap(point, functools.partial(wrapper, optimizer), of=optimizer)
 
     def _wrap_everywhere(self, point: Point, wrapper: Callable[..., Any]) -> None:
-        """Where modules have bound the function: by ``from torch.nn.utils import get_total_norm``."""
+        """Wraps the function in all modules that have bound it, for example by ``from torch.nn.utils import
+        get_total_norm``."""
         function = getattr(point.find_owner(), point.attribute, None)
         bound: list[tuple[Any, str]] = [
             (module, name)
@@ -318,7 +319,7 @@ class Watch(Locator):
             used = [owners[id(each)] for each in tensors if id(each) in owners]
             if used:
                 self._scan_gradients(used)
-                # A re-run makes gradients anew.
+                # A re-run replaces the gradients.
                 tensors = [owners[id(each)].grad if id(each) in owners else each for each in tensors]
         with self._recorder.suspended():
             return original(tensors, *args, **kwargs)
@@ -331,7 +332,7 @@ class Watch(Locator):
             return original(parameters, *args, **kwargs)
 
     def _clip_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """FullyShardedDataParallel clips by itself."""
+        """For FullyShardedDataParallel's own clip."""
         if not self._driver.has_ended_pass:
             self._scan_gradients(fsdp1.sharded_parameters(module))
         with self._recorder.suspended():
@@ -352,7 +353,7 @@ class Watch(Locator):
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
         self._scaler = scaler
         scaled = original(scaler, outputs)
-        if isinstance(outputs, torch.Tensor):  # its overflow is the scaler's business, not the loss's
+        if isinstance(outputs, torch.Tensor):  # the scaler handles its overflow
             self._recorder.unscaled[scaled] = outputs.detach()
         return scaled
 
@@ -387,7 +388,7 @@ class Watch(Locator):
         return result
 
     def _use_in_backward(self, optimizer: Optimizer) -> None:
-        """From a hook: the optimizer uses its gradients as soon as they are there, and they are gone then."""
+        """From a hook: the optimizer uses its gradients as soon as they exist, and then frees them."""
         self._recorder.has_update = True
         parts = self._adapter.parts
         if optimizer not in self._used_in_backward:
@@ -401,7 +402,7 @@ class Watch(Locator):
         self._driver.scan(self._adapter.gradient_phase, group, "grad", [i for i, _ in found], gradients)
 
     def _after_update(self, *_: Any) -> None:
-        """Of a step that has not come through ``_step``: it had begun before the optimizer was watched."""
+        """For a step outside of ``_step``: it began before the optimizer was watched."""
         if self._recorder.is_suspended:
             return
         if self._is_unseen:  # too late: the weights have moved
@@ -423,7 +424,7 @@ class Watch(Locator):
         return loss
 
     def _end_step(self) -> None:
-        """Of several optimizers that use the same gradients the first one ends it."""
+        """With several optimizers on the same gradients, the first one ends the step."""
         if self._driver.has_ended_pass:
             self._driver.end_step()
             self._recorder.begin_step()
@@ -449,7 +450,7 @@ class Watch(Locator):
         return self._zero(functools.partial(original, module, *args, **kwargs), module.parameters())
 
     def _zero(self, zero: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> Any:
-        """Gradients that nobody has used are thrown away: the loop has left the update out."""
+        """Scans unused gradients before they are discarded: the loop has left out the update."""
         if self._recorder.is_suspended:
             return zero()
         ours = set(self._adapter.tensors).intersection(parameters)
