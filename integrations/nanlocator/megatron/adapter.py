@@ -1,4 +1,4 @@
-"""What Megatron-Core is to the engine: parameters, gradients, weights, and a pass of its schedule."""
+"""The adapter of Megatron-Core: parameters, gradients, weights, and a pass of its schedule."""
 
 import contextlib
 import math
@@ -41,7 +41,7 @@ class MegatronAdapter(Adapter):
         super().__init__()
         self.models = self._chunks = chunks
         self._optimizer = optimizer
-        # Of a single chunk with Megatron-FSDP nothing is chained.
+        # With a single chunk, Megatron-FSDP's optimizer is not a ChainedOptimizer.
         self.optimizers: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
         self.data_parallel = [data_parallel_chunk(chunk) for chunk in chunks]
         self.named = named_parameters(chunks, self.data_parallel)
@@ -49,7 +49,7 @@ class MegatronAdapter(Adapter):
         self.ids = {e.parameter: info.id for e, info in zip(self.named, self._infos, strict=True)}
         self.shards = shard_ranges(self.data_parallel, self.optimizers, self.named)
         self.parameters = [(entry.name, entry.parameter) for entry in self.named]
-        # Where weights are gathered for each use, what they are gathered from is theirs, too.
+        # If weights are gathered at each use, the shards are parameters, too.
         self.parameters += [
             (entry.name, self._weight(entry.parameter))
             for entry in self.named
@@ -89,7 +89,7 @@ class MegatronAdapter(Adapter):
         return found
 
     def owned_gradients(self, chunk: int) -> tuple[list[int], list[torch.Tensor], list[int]]:
-        """Ids, this rank's part of each reduced gradient of a chunk, and where that part begins."""
+        """Ids, this rank's part of each reduced gradient of a chunk, and the first element of that part."""
         ids, tensors, offsets = [], [], []
         for p in (entry.parameter for entry in self.named if entry.chunk == chunk):
             begin, end = self.shards.get(p, (0, p.numel()))
@@ -112,8 +112,8 @@ class MegatronAdapter(Adapter):
         return [ModuleHooks(chunk, watch, name_of=module_names(chunk)) for chunk in self._chunks]
 
     def loss_scale_now(self) -> LossScale | None:
-        """What this step's gradients are multiplied by; None where that is not dynamic. At its smallest an
-        overflow is no longer the scale's doing (grad_scaler.py, DynamicGradScaler)."""
+        """The factor in this step's gradients; None if the loss scale is not dynamic. At the smallest scale
+        an overflow is no longer the scale's fault (grad_scaler.py, DynamicGradScaler)."""
         scalers = self._dynamic_scalers()
         scale = max((scaler.scale.item() for scaler in scalers), default=0.0)
         if scale <= 0:
@@ -121,7 +121,7 @@ class MegatronAdapter(Adapter):
         return scale, scale > max((scaler.min_scale.item() for scaler in scalers), default=math.inf), True
 
     def skips_bad_updates(self) -> bool:
-        """As every loss scaler does, also one that is constant (optimizer.py, MixedPrecisionOptimizer)."""
+        """Every loss scaler does, also a constant one (optimizer.py, MixedPrecisionOptimizer)."""
         return bool(self._scalers())
 
     def _scalers(self) -> list[Any]:
@@ -132,7 +132,7 @@ class MegatronAdapter(Adapter):
         return [scaler for scaler in self._scalers() if hasattr(scaler, "min_scale")]
 
     def _named(self, each_of: Callable[[torch.nn.Module], Iterable[tuple[str, T]]]) -> list[tuple[str, T]]:
-        """With global numbers of layers and experts."""
+        """With global layer and expert numbers."""
         return [(module_names(chunk)(name), each) for chunk in self._chunks for name, each in each_of(chunk)]
 
     def _weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:

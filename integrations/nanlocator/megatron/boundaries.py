@@ -35,11 +35,11 @@ _GROUP_NAMES = {
 def boundaries_of(
     chunks: list[torch.nn.Module], gathering: Iterable[ProcessGroup] = (), *, reads_gathered: bool = False
 ) -> Boundaries:
-    """What leaves and enters this rank with these model chunks, whose process groups may be others than
-    ``parallel_state``'s. It is a listener of ``Microbatches``.
+    """Watches what leaves and enters this rank with these model chunks, whose process groups may differ from
+    ``parallel_state``'s. The result is a listener of ``Microbatches``.
 
     Args:
-        gathering: groups that gather weights for each use of them.
+        gathering: groups that gather weights at each use.
         reads_gathered: see :class:`Boundaries`.
     """
     groups = [*_model_parallel_groups(chunks), *((name_of(group), group) for group in gathering)]

@@ -1,4 +1,4 @@
-"""What ``install`` can work with, and what it cannot see in a configuration: said once, never silent."""
+"""Checks the arguments of ``install``, and reports once what a configuration hides from it."""
 
 import sys
 from typing import Any
@@ -15,7 +15,7 @@ from nanlocator.megatron.data_parallel import is_sharded
 
 
 def check_call(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
-    """Raises UsageError where ``install`` cannot work with what it was given."""
+    """Raises UsageError if ``install`` cannot work with these arguments."""
     if not dist.is_initialized() or not parallel_state.model_parallel_is_initialized():
         raise _C.UsageError(
             "nanlocator.megatron.install: torch.distributed and megatron.core.parallel_state must be "
@@ -44,7 +44,7 @@ def check_call(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> N
 
 
 def _captures_whole_iteration(config: Any) -> bool:
-    """Megatron-Core 0.16.1, full_cuda_graph.py; before it has been made an enum, the scope is a text."""
+    """Megatron-Core 0.16.1, full_cuda_graph.py. Before it became an enum, the scope was a string."""
     scopes = getattr(config, "cuda_graph_scope", None) or []
     if not isinstance(scopes, list):
         scopes = str(getattr(scopes, "name", scopes)).split(",")
@@ -60,7 +60,7 @@ def uses_cuda_graphs(config: Any) -> bool:
 
 def unwatched_groups(chunks: list[torch.nn.Module]) -> dict[str, str]:
     """Groups, by their names in ledgers, whose members exchange activations in this configuration without
-    ProcessGroup: with what does it, for people."""
+    ProcessGroup, each with a readable name of the mechanism."""
     config = get_model_config(chunks[0])
     groups = {}
     if getattr(config, "tp_comm_overlap", False):
@@ -74,7 +74,7 @@ def unwatched_groups(chunks: list[torch.nn.Module]) -> dict[str, str]:
 
 
 def not_covered(chunks: list[Any], optimizer: MegatronOptimizer, options: _C.LocatorOptions) -> list[str]:
-    """Phrases for run.json and the log about this very configuration."""
+    """Phrases for run.json and the log about this configuration."""
     config, ddp = get_model_config(chunks[0]), chunks[0].ddp_config
     modules = {type(module).__module__.split(".")[0] for chunk in chunks for module in chunk.modules()}
 
@@ -123,7 +123,7 @@ def not_covered(chunks: list[Any], optimizer: MegatronOptimizer, options: _C.Loc
 
 
 def current_iteration() -> int | None:
-    """As Megatron's log prints it, counted from 1; None in a loop of one's own, whose steps the engine
+    """The iteration in Megatron's log, counted from 1; None in other training loops, whose steps the engine
     counts."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     args = getattr(global_vars, "_GLOBAL_ARGS", None)

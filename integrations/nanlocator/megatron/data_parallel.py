@@ -1,8 +1,8 @@
-"""How a model chunk shares its gradients with the other data-parallel ranks, and what it keeps of them.
+"""How a model chunk reduces its gradients over the data-parallel ranks, and which part it keeps.
 
-Read from Megatron-Core 0.16.1: distributed/distributed_data_parallel.py,
-distributed/param_and_grad_buffer.py, distributed/fsdp/mcore_fsdp_adapter.py,
-distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py and param_and_grad_buffer.py beside it.
+Source, Megatron-Core 0.16.1: distributed/distributed_data_parallel.py, distributed/param_and_grad_buffer.py,
+distributed/fsdp/mcore_fsdp_adapter.py, distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py and
+param_and_grad_buffer.py beside it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from nanlocator.megatron.versions import is_sent_already
 
 Parameter = torch.nn.Parameter
 Range = tuple[int, int]
-# Number of a group of parameters that are reduced together, the parameters, this rank's own gradients.
+# Number of a group of parameters that are reduced together, the parameters, this rank's gradients.
 Reducing = Callable[[int, list[Parameter], list[torch.Tensor]], AbstractContextManager[None]]
 
 
@@ -31,50 +31,50 @@ class Transferring(Protocol):
 
 
 class DataParallelChunk(Protocol):
-    """A model chunk, in its data-parallel wrapper."""
+    """A model chunk in its data-parallel wrapper."""
 
-    parameters: list[tuple[str, Parameter]]  # that train: names in ``module``'s wrapper, first use first
+    parameters: list[tuple[str, Parameter]]  # trainable: names in ``module``'s wrapper, first use first
     groups: list[list[Parameter]]  # whose gradients are reduced together, numbered in this order
 
     def watch_reductions(self, patches: Patches, reducing: Reducing) -> None:
-        """Calls ``reducing`` around what starts the collective of a group."""
+        """Calls ``reducing`` around the start of a group's collective."""
         ...
 
     def gathering_groups(self) -> list[ProcessGroup]:
-        """Those that gather weights for each use of them, and reduce their gradients."""
+        """Groups that gather weights at each use and reduce their gradients."""
         ...
 
     def watch_transfers(self, patches: Patches, transferring: Transferring) -> None:
-        """Calls ``transferring`` around what starts a collective of these groups."""
+        """Calls ``transferring`` around the start of a collective of these groups."""
         ...
 
     def clear_padding_of_gradients(self, number: int) -> None:
-        """Writes zeros to what nobody ever writes of a group's buckets. It goes into the sums and nowhere
-        else, but a trace would find the NaN of memory that was freed in it."""
+        """Zeroes the padding in a group's buckets, which is never written. It enters only the sums, but a
+        trace would report NaN from freed memory in it."""
         ...
 
     def clear_padding_of_weights(self) -> None:
-        """The same of what weights are gathered from."""
+        """Zeroes the padding of the buffers that weights are gathered from."""
         ...
 
     def bucket_positions(self) -> dict[Parameter, Range]:
-        """Number of its bucket, and its first element in the bucket."""
+        """Bucket number, and first element in the bucket."""
         ...
 
     def kept(self, parameter: Parameter) -> Range | None:
-        """The flat elements of its reduced gradient that this rank keeps; None: the optimizer says it."""
+        """The flat elements of its reduced gradient that this rank keeps; None: ask the optimizer."""
         ...
 
     def reduced_gradient(self, parameter: Parameter, kept: Range) -> torch.Tensor:
-        """What has been reduced of these elements."""
+        """The reduced gradient of these elements."""
         ...
 
     def weight(self, parameter: Parameter) -> torch.Tensor:
-        """As it lies between two passes: a whole one, or the shard that is gathered for each use."""
+        """The weight between two passes: whole, or the shard that is gathered at each use."""
         ...
 
     def ranks_that_gather(self, parameter: Parameter) -> list[int]:
-        """Those that keep the weight in shards, this rank among them; none: each keeps all of it."""
+        """Ranks that keep shards of the weight, including this one; empty: each keeps all of it."""
         ...
 
 
@@ -83,12 +83,12 @@ def data_parallel_chunk(chunk: torch.nn.Module) -> DataParallelChunk:
 
 
 def is_sharded(chunk: torch.nn.Module) -> bool:
-    """Whether it is a FullyShardedDataParallel of Megatron-FSDP."""
+    """Whether the chunk is a FullyShardedDataParallel of Megatron-FSDP."""
     return hasattr(chunk, "param_and_grad_buffer") and hasattr(chunk.module, "grad_reduce_pipeline")
 
 
 class ReplicatedChunk:
-    """In a DistributedDataParallel: ``main_grad`` is a part of a bucket, whole on every rank."""
+    """A chunk in a DistributedDataParallel: ``main_grad`` is a part of a bucket, whole on every rank."""
 
     def __init__(self, chunk: Any) -> None:
         self._groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
@@ -118,13 +118,13 @@ class ReplicatedChunk:
         pass
 
     def clear_padding_of_gradients(self, number: int) -> None:
-        pass  # buckets are made of zeros
+        pass  # buckets are zero-initialised
 
     def clear_padding_of_weights(self) -> None:
         pass
 
     def bucket_positions(self) -> dict[Parameter, Range]:
-        """By address: bucket.param_to_index leaves out the padding before a parameter."""
+        """From addresses, because bucket.param_to_index leaves out the padding before a parameter."""
         positions = {}
         for number, bucket in enumerate(bucket for group in self._groups for bucket in group.buckets):
             for p in bucket.params_list:
@@ -152,10 +152,11 @@ def _main_gradient(parameter: Any) -> torch.Tensor:
 
 
 class ShardedChunk:
-    """In Megatron-FSDP. A parameter is the one that forward and backward use, whose memory comes and goes;
-    the module has it only between forward and the reduction of gradients, and DTensors of shards otherwise.
+    """A chunk in Megatron-FSDP. Parameters are those that forward and backward use, whose memory is allocated
+    and freed; the module has them only from forward to the reduction of gradients, otherwise DTensors of
+    shards.
 
-    Where gradients are sharded, each microbatch's are reduced and added to the shards that the ranks keep.
+    If gradients are sharded, each microbatch's are reduced and added to the ranks' shards.
     """
 
     def __init__(self, chunk: Any) -> None:
@@ -164,13 +165,13 @@ class ShardedChunk:
         self._gather: contextlib.ExitStack | None = None  # while several buckets are gathered at once
         self._buffer = chunk.param_and_grad_buffer
         self._shards_weights = chunk.ddp_config.data_parallel_sharding_strategy == "optim_grads_params"
-        self._place = {  # in its group: the group, and its number there
+        self._place = {  # parameter -> its group, its index there
             p: (group, item) for group in self._buffer.parameter_groups for item, p in enumerate(group.params)
         }
         self.parameters = [
             (f"module.module.{name}", p) for name, p in chunk.module.raw_param.items() if p.requires_grad
         ]
-        self._buckets = [  # by group
+        self._buckets = [  # per group
             [number for number in numbers if self._buffer.parameter_groups[number].main_grad_buffer]
             for numbers in dict.fromkeys(
                 tuple(numbers) for numbers in self._buffer.bucket_to_bucket_group.values()
@@ -215,7 +216,7 @@ class ShardedChunk:
         return list({id(b.data_parallel_group): b.data_parallel_group for b in buffers if b}.values())
 
     def watch_transfers(self, patches: Patches, transferring: Transferring) -> None:
-        """Buckets of a module are gathered by one collective, which begins once all of them were named."""
+        """One collective gathers the buckets of a module; it begins after all of them were named."""
 
         def gather(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             try:
@@ -296,5 +297,5 @@ def _clear_between(flat: torch.Tensor, items: list[Range]) -> None:
 
 
 def whole_parameter(parameter: torch.Tensor) -> Any:
-    """The parameter that forward uses of one that a Megatron optimizer updates."""
+    """The parameter that forward uses in place of one that a Megatron optimizer updates."""
     return getattr(parameter, "orig_param", parameter)

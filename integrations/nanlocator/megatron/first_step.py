@@ -1,9 +1,9 @@
-"""Whether the watch is blind: after the first step that Megatron called successful, what was seen of it is
-compared with what its configuration must have done.
+"""Self-check: after the first step that Megatron called successful, compares the observations with what the
+configuration must have executed.
 
-A version of torch or Megatron-Core that calls other names than those that are wrapped raises no error:
-nothing is seen, nothing is found. So what must have happened and was not seen is said once, stands in
-run.json, and in the notes of every later verdict.
+If a version of torch or Megatron-Core no longer calls the wrapped names, no error is raised: nothing is seen
+and nothing is found. So missing observations are reported once, written to run.json, and added to the notes
+of every later verdict.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ Exchanges = set[tuple[str, str]]  # group as in ledgers; c10d's operator, "send"
 
 
 class FirstStep:
-    """Collects what was seen: a listener of Microbatches, whose sets the locator's hooks add to."""
+    """Collects observations as a listener of Microbatches; the locator's hooks add to its sets."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class FirstStep:
         data_parallel: list[DataParallelChunk],
         named: list[NamedParameter],
     ) -> None:
-        self.exchanges: Exchanges | None = None  # None: this level does not watch them
-        self.buckets: set[int] = set()  # numbers of bucket groups whose gradients were scanned before
-        self.chunks: set[int] = set()  # ... and of chunks whose gradients were scanned after the reduction
+        self.exchanges: Exchanges | None = None  # None: not watched at this level
+        self.buckets: set[int] = set()  # bucket groups whose gradients were scanned before their reduction
+        self.chunks: set[int] = set()  # chunks whose gradients were scanned after their reduction
         self.hooks: set[str] = set()
         self.losses = 0
         self._chunks = chunks
@@ -54,7 +54,7 @@ class FirstStep:
         pass
 
     def missing(self) -> list[str]:
-        """Phrases, for people: what this rank has not seen."""
+        """Readable phrases: what this rank has not seen."""
         if "forward" not in self.hooks:
             return [
                 "forward and backward: Megatron's schedule was asked for before nanlocator was installed, or "
@@ -91,13 +91,13 @@ class FirstStep:
                 yield f"{words} (group {' or '.join(groups)})"
 
     def _expected_exchanges(self) -> Iterator[tuple[tuple[str, ...], str, str]]:
-        """(groups any of which it may be, part of the operator's name, words)."""
+        """(groups, any of which may serve; part of the operator's name; words)."""
         config, unwatched = get_model_config(self._chunks[0]), unwatched_groups(self._chunks)
         modules = [module for chunk in self._chunks for module in chunk.modules()]
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             yield ("pp",), "send", "what is sent to other pipeline stages"
             yield ("pp",), "recv", "what is received from other pipeline stages"
-        if uses_cuda_graphs(config):  # replays call nothing; said already
+        if uses_cuda_graphs(config):  # replays call nothing; already reported
             return
         has_layers = any(isinstance(module, TransformerLayer) for module in modules)
         if parallel_state.get_tensor_model_parallel_world_size() > 1 and has_layers and "tp" not in unwatched:
@@ -120,8 +120,8 @@ class FirstStep:
 
 
 def _operators_of_attention(config: Any) -> set[str]:
-    """Parts of the names of those by which context-parallel ranks exchange tokens."""
-    kinds = getattr(config, "cp_comm_type", None) or "p2p"  # as TransformerEngine's default
+    """Parts of the names of the operators with which context-parallel ranks exchange tokens."""
+    kinds = getattr(config, "cp_comm_type", None) or "p2p"  # TransformerEngine's default
     operators = {"p2p": "send", "all_gather": "allgather", "a2a": "alltoall"}
     parts = {part for kind in ([kinds] if isinstance(kinds, str) else kinds) for part in kind.split("+")}
     return {operators.get(part, "") for part in parts}

@@ -26,8 +26,8 @@ variable, which holds 1 or 0 for those that are on or off.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the script that `arguments` (default: the command line) name. Whatever it raises, SystemExit
-    too, passes through; wrong use of the launcher exits with 2."""
+    """Runs the script that `arguments` name (default: the command line). The script's exceptions pass
+    through, SystemExit too; wrong use of the launcher exits with 2."""
     parser = make_parser(
         "python -m nanlocator.megatron",
         "Runs a Megatron training script, unedited, with nanlocator installed on its model.",

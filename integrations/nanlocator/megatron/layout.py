@@ -1,6 +1,6 @@
-"""Who is who in a Megatron-Core model: coordinates, parameter names and parameter ids of this rank.
+"""This rank's coordinates, parameter names and parameter ids in a Megatron-Core model.
 
-Read from Megatron-Core 0.16.1: parallel_state.py, optimizer/__init__.py (_get_param_groups),
+Source, Megatron-Core 0.16.1: parallel_state.py, optimizer/__init__.py (_get_param_groups),
 optimizer/optimizer.py, optimizer/distrib_optimizer.py, distributed/param_and_grad_buffer.py.
 """
 
@@ -45,7 +45,7 @@ _EXCHANGING = (
 )
 _TRANSFORMER_ENGINE = ("transformer_engine.", "megatron.core.extensions.")
 
-# A batch may leave these, or most of their rows, without gradient: being clean proves nothing.
+# A batch may leave these, or most of their rows, without gradient: a finite gradient proves nothing.
 _MAY_BE_UNTOUCHED = re.compile(r"word_embeddings|\.experts\.|\.router\.")
 _LAYER = re.compile(r"^(.*?\blayers\.)(\d+)(?=\.)")
 _LOCAL_EXPERT = re.compile(r"(\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
@@ -116,7 +116,7 @@ def _global_name(raw_name: str, layer_numbers: dict[str, int], first_expert: int
 
 
 def module_names(chunk: torch.nn.Module) -> Callable[[str], str]:
-    """Maps a path in ``chunk.named_modules()`` or ``named_buffers()`` to its name with global numbers."""
+    """Maps a path of ``chunk.named_modules()`` or ``named_buffers()`` to its name with global numbers."""
     layer_numbers, first_expert = _numbers(chunk)
 
     def name_of(path: str) -> str:
@@ -126,8 +126,8 @@ def module_names(chunk: torch.nn.Module) -> Callable[[str], str]:
 
 
 def exchanging_modules(chunk: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The modules, with their names, whose own forward or backward may hand tensors to other ranks; and the
-    layers and the model, which name what is exchanged outside of those."""
+    """Names and modules whose own forward or backward may exchange tensors with other ranks; also the layers
+    and the model, whose names serve for exchanges outside of those."""
     name_of = module_names(chunk)
     attentions = [module for module in chunk.modules() if isinstance(module, Attention)]
     is_context_parallel = parallel_state.get_context_parallel_world_size() > 1
@@ -147,7 +147,7 @@ def parameter_infos(
     optimizers: list[MegatronOptimizer],
     named: list[NamedParameter],
 ) -> list[_C.ParameterInfo]:
-    """One ParameterInfo per parameter, in the order of ``named``, ids included."""
+    """One ParameterInfo per parameter, ids included, in the order of ``named``."""
     buckets = _bucket_positions(data_parallel)
     ids = _parameter_ids(optimizers, named)
     shards = shard_ranges(data_parallel, optimizers, named)
@@ -183,7 +183,7 @@ def parameter_infos(
 
 
 def _bucket_positions(data_parallel: list[DataParallelChunk]) -> dict[Parameter, tuple[int, int]]:
-    """Parameter -> (number of its bucket on this rank, first element in the bucket)."""
+    """Parameter -> (bucket number on this rank, first element in the bucket)."""
     positions: dict[Parameter, tuple[int, int]] = {}
     for chunk in data_parallel:
         first = 1 + max((number for number, _ in positions.values()), default=-1)
@@ -199,7 +199,7 @@ def shard_ranges(
 ) -> dict[Parameter, Range]:
     """The flat elements of each parameter whose reduced gradient this rank owns; (0, 0) for none.
 
-    Empty where nothing is sharded: every rank then owns everything.
+    Empty if nothing is sharded: every rank then owns everything.
     """
     kept = {entry.parameter: data_parallel[entry.chunk].kept(entry.parameter) for entry in named}
     if kept and None not in kept.values():
@@ -215,11 +215,11 @@ def shard_ranges(
 
 
 def _parameter_ids(optimizers: list[MegatronOptimizer], named: list[NamedParameter]) -> dict[Parameter, int]:
-    """Position in the concatenated groups as they were before the optimizers replaced or sharded them.
+    """Position in the concatenated groups from before the optimizers replaced or sharded them.
 
-    Within a group Megatron keeps the order of ``named_parameters``; a group is known from what the
-    optimizer kept of it. A distributed optimizer keeps only what this rank owns, so the ranks tell each
-    other the groups of their parameters.
+    Within a group Megatron keeps the order of ``named_parameters``. A parameter's group is found in the
+    optimizer. A distributed optimizer has only this rank's parameters, so the ranks gather the groups.
+    Collective.
     """
     group_of: dict[str, tuple[int, int]] = {}
     name_of = {entry.parameter: entry.name for entry in named}
@@ -257,8 +257,8 @@ def _updates_shards_of_fsdp(optimizer: MegatronOptimizer) -> bool:
 def updated_tensors(
     optimizer: MegatronOptimizer, shards: dict[Parameter, Range]
 ) -> list[tuple[Parameter, torch.Tensor, int]]:
-    """What the optimizer updates: (model parameter, its fp32 copy or itself or a shard of one of them, the
-    shard's first element within the flattened parameter). Shards of Megatron-FSDP are DTensors."""
+    """The tensors that the optimizer updates: (model parameter, its fp32 copy or itself or a shard of one of
+    them, the shard's first element within the flattened parameter). Shards of Megatron-FSDP are DTensors."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return []
     if _updates_shards_of_fsdp(optimizer):
@@ -289,7 +289,7 @@ def updated_tensors(
 def optimizer_gradients(
     optimizer: MegatronOptimizer, shards: dict[Parameter, Range]
 ) -> list[tuple[Parameter, torch.Tensor, int]]:
-    """What the norm and the clip work on, after ``prepare_grads``: (model parameter, gradient, first
+    """The gradients for the norm and the clip, after ``prepare_grads``: (model parameter, gradient, first
     element of the gradient within the flattened parameter)."""
     return [
         (model, local_part(gradient), begin)
@@ -299,7 +299,7 @@ def optimizer_gradients(
 
 
 def _zip_groups(*kinds: tuple[list[Any], list[Any]]) -> list[tuple[Parameter, torch.Tensor]]:
-    """Of the parameters of which this rank updates something."""
+    """Pairs of the parameters that this rank updates, wholly or in part."""
     return [
         (model, main)
         for models, mains in kinds

@@ -1,4 +1,4 @@
-"""MegatronLocator: where the observers are hooked into Megatron-Core's step, and how a bad step ends.
+"""MegatronLocator: hooks the observers into Megatron-Core's step, and ends a bad step.
 
 One step on every rank, in this order:
 
@@ -12,7 +12,7 @@ One step on every rank, in this order:
     step                 params_after (check_params)
 
 The engine's StepDriver owns the step. Hooks replace methods of the instances and functions of Megatron's
-modules; ``remove`` takes them off.
+modules; ``remove`` removes them.
 """
 
 import contextlib
@@ -52,17 +52,17 @@ def install(
     **options: Unpack[Options],
 ) -> "MegatronLocator":
     """Watches the training of a Megatron-Core model from now on. Call it on every rank, before the training
-    loop asks Megatron for its ``get_forward_backward_func()``.
+    loop calls Megatron's ``get_forward_backward_func()``.
 
     Args:
         model_chunks: the DistributedDataParallel-wrapped chunks of this rank (one, or one per virtual
             pipeline stage), as given to ``get_megatron_optimizer``.
-        optimizer: what ``get_megatron_optimizer`` returned.
+        optimizer: the result of ``get_megatron_optimizer``.
         options: see :class:`nanlocator.engine.options.Options`. Level is ``"boundaries"`` by default, and
-            ``"modules"`` watches boundaries, too. A re-run is of forward-backward, on all ranks.
+            ``"modules"`` watches boundaries, too. A re-run repeats forward-backward, on all ranks.
 
-    Raises ``nanlocator.UsageError`` for a wrong call and ``nanlocator.AgreementError``, on every rank
-    alike, where ranks differ in versions or options.
+    Raises ``nanlocator.UsageError`` for a wrong call, and ``nanlocator.AgreementError`` on every rank if
+    ranks differ in versions or options.
     """
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     check_call(chunks, optimizer)
@@ -75,7 +75,7 @@ def install(
 
 
 class MegatronLocator(InstalledLocator):
-    """What ``install`` returns."""
+    """Returned by ``install``."""
 
     def __init__(
         self, chunks: list[torch.nn.Module], optimizer: MegatronOptimizer, options: _C.LocatorOptions
@@ -111,7 +111,7 @@ class MegatronLocator(InstalledLocator):
         self._patches.remove()
 
     def _whole_boundaries(self) -> Boundaries:
-        """With what is gathered where it arrives, weights too."""
+        """Boundaries that also read gathered tensors on arrival, weights included."""
         data_parallel = self._adapter.data_parallel
         groups = [group for chunk in data_parallel for group in chunk.gathering_groups()]
         boundaries = boundaries_of(self._chunks, groups, reads_gathered=True)
@@ -144,7 +144,7 @@ class MegatronLocator(InstalledLocator):
         wrap(points.PREPARE_GRADS, self._around_prepare_grads, of=self._optimizer)
         if isinstance(self._optimizer, ChainedOptimizer):
             wrap(points.GRAD_NORM, self._around_get_grad_norm, of=self._optimizer)
-        else:  # computes the norm in the clip, and not at all without one
+        else:  # computes the norm in the clip, or not at all without one
             wrap(points.CLIP_GRAD_NORM, self._around_get_grad_norm, of=self._optimizer)
             wrap(points.READY_UPDATE, self._around_update, of=self._optimizer)
         wrap(points.MEGATRON_STEP, self._around_step, of=self._optimizer)
@@ -166,7 +166,7 @@ class MegatronLocator(InstalledLocator):
             with self._driver.abandoning():
                 self._driver.begin_pass(step, current_iteration())
                 with self._driver.concluding("forward-backward failed on this rank"):
-                    # What Megatron's own checks want to raise on this rank: the others do not come to know.
+                    # Megatron's own checks would raise on this rank only; the other ranks would not know.
                     with self._machine.errors_held_back() as errors:
                         step.run(step.data.recording)
                 self._first_step.losses += len(self._microbatches.losses)
@@ -175,7 +175,7 @@ class MegatronLocator(InstalledLocator):
                     self._machine.forget()
                     errors.clear()
                 if errors:
-                    raise errors[0]  # what it would have done, now that all is reported
+                    raise errors[0]  # Megatron's error, after the report
                 return step.result
         finally:
             self._driver.locator.now_in("training")
@@ -189,7 +189,8 @@ class MegatronLocator(InstalledLocator):
         parameters: list[torch.nn.Parameter],
         gradients: list[torch.Tensor],
     ) -> Iterator[None]:
-        """Around what starts the data-parallel collective of a group; ``first``: of its chunk."""
+        """Surrounds the start of a group's data-parallel collective; ``first``: number of the chunk's first
+        group."""
         if self._driver.is_rerunning:
             chunk.clear_padding_of_gradients(number)
         self._first_step.buckets.add(first + number)
@@ -247,12 +248,12 @@ class MegatronLocator(InstalledLocator):
         return original(*args, **kwargs)
 
     def _finish_agreement(self, overflow: Any) -> None:
-        """What was bad only once forward-backward had ended: it cannot be executed again."""
+        """For values that became bad only after forward-backward, which cannot be executed again then."""
         if self._driver.finish_agreement(overflow) == _C.Decision.SKIP:
             raise SkippedUpdate
 
     def _around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = False, None, None  # as Megatron's optimizers say that they did not step
+        result = False, None, None  # Megatron's optimizers return this for a skipped step
         with self._driver.abandoning():
             if not self._driver.skips_update:
                 with contextlib.suppress(SkippedUpdate):
@@ -263,7 +264,7 @@ class MegatronLocator(InstalledLocator):
         return result
 
     def _end_first_step(self) -> None:
-        """Says what was not seen though it must have happened; a rank of each pipeline stage prints it."""
+        """Reports expected observations that are missing; one rank of each pipeline stage prints them."""
         self._is_first_step = False
         self._microbatches.listeners.remove(self._first_step)
         if self._boundaries:

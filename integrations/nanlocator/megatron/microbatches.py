@@ -1,8 +1,9 @@
-"""Which microbatch and model chunk Megatron's schedule is working on, and the losses that it computes.
+"""The microbatch and model chunk that Megatron's schedule is working on, and the losses that it computes.
 
-Read from Megatron-Core 0.16.1, pipeline_parallel/schedules.py: every schedule calls the module's globals
+Source, Megatron-Core 0.16.1, pipeline_parallel/schedules.py: every schedule calls the module's globals
 ``forward_step`` (with ``current_microbatch``) and ``backward_step`` (with the output that the former
-returned). ``TransformerLayer.current_microbatch`` is not used: recomputation finds a later one there.
+returned). ``TransformerLayer.current_microbatch`` is not used: in a recomputation it holds a later
+microbatch.
 """
 
 import functools
@@ -19,7 +20,7 @@ Tensors = list[torch.Tensor]
 
 
 class Listener(Protocol):
-    """Told of each forward and backward step of this rank; both numbers count from 0."""
+    """Called at each forward and backward step of this rank; both numbers count from 0."""
 
     def begin_forward(self, microbatch: int | None, chunk: int, inputs: Tensors) -> None: ...
 
@@ -33,8 +34,8 @@ class Listener(Protocol):
 class Microbatches:
     """Follows the schedule between ``begin_pass`` and ``end_pass``.
 
-    ``losses`` has one entry per microbatch on the last stage, as the loss function returned it and the
-    schedule scaled it since.
+    ``losses`` has one entry per microbatch on the last stage: the loss function's result, which the schedule
+    scales in place.
     """
 
     def __init__(self, chunks: list[torch.nn.Module], patches: Patches) -> None:

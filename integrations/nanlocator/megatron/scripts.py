@@ -1,8 +1,8 @@
-"""Installs nanlocator on what a script of Megatron trains, as soon as it has been made.
+"""Installs nanlocator on the model of a Megatron script as soon as it exists.
 
-Two functions are wrapped the moment their modules have been imported, wherever the script finds them:
-Megatron-LM's ``setup_model_and_optimizer``, and Megatron-Core's ``get_megatron_optimizer`` for scripts with a
-loop of their own. Nothing of Megatron is imported here: this runs in the middle of its own imports.
+Two functions are wrapped as soon as their modules have been imported: Megatron-LM's
+``setup_model_and_optimizer``, and Megatron-Core's ``get_megatron_optimizer`` for scripts with their own
+training loop. This module must not import Megatron, because it runs in the middle of Megatron's own imports.
 """
 
 import functools
@@ -17,17 +17,17 @@ from nanlocator_after_import import AfterImport
 
 @functools.cache
 def follow() -> "Installer":
-    """Once per process."""
+    """Installs the hooks once per process."""
     return Installer()
 
 
 class Installer:
-    """Wraps two functions as soon as their modules have been loaded, before anyone can have imported these
-    functions by name."""
+    """Wraps two functions as soon as their modules have been loaded, before other modules can import them by
+    name."""
 
     def __init__(self) -> None:
         self.is_installed = False
-        self._is_in_setup = False  # of Megatron-LM, which loads the checkpoint after the optimizer is made
+        self._is_in_setup = False  # Megatron-LM loads the checkpoint after it has made the optimizer
         self._patches = Patches(__name__)
         self._wrappers = {
             point.owner: (point, wrapper)

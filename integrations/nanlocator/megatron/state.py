@@ -1,8 +1,8 @@
-"""What a forward-backward of Megatron-Core moves besides gradients, and its re-run must find as it was.
+"""State that a forward-backward of Megatron-Core changes besides gradients, and that its re-run restores.
 
 Sources (Megatron-Core 0.16.1): tensor_parallel/random.py, transformer/moe/moe_utils.py,
-transformer/multi_token_prediction.py, optimizer/grad_scaler.py, rerun_state_machine.py. Torch's default
-generators and the model's buffers (expert bias, token counters) are the engine's part.
+transformer/multi_token_prediction.py, optimizer/grad_scaler.py, rerun_state_machine.py. The engine restores
+torch's default generators and the model's buffers (expert bias, token counters).
 """
 
 import copy
@@ -28,7 +28,7 @@ class RngTracker:
 
     def save(self) -> None:
         states = tensor_parallel.get_cuda_rng_tracker().get_states()
-        # A fork replaces tensors, and moves generators (the graph-safe tracker).
+        # A fork replaces tensors, and the graph-safe tracker changes generators in place.
         self._states = {
             name: state.clone_state() if isinstance(state, torch.Generator) else state
             for name, state in states.items()
@@ -42,11 +42,11 @@ class RngTracker:
                 current[name].set_state(state.get_state())
             else:
                 current[name] = state
-        tracker.set_states(current)  # adopts the dictionary, which is ours alone
+        tracker.set_states(current)  # keeps the dictionary itself, so pass a copy
 
 
 class LoggingTracker:
-    """A dictionary that layers add their losses to: auxiliary losses of routers, multi-token prediction."""
+    """A dictionary to which layers add their losses: auxiliary losses of routers, multi-token prediction."""
 
     def __init__(self, tracker: Any) -> None:
         self._tracker = tracker
@@ -95,10 +95,11 @@ _MACHINE_FIELDS = (
 
 
 class RerunMachine:
-    """Megatron's rerun state machine: kept apart from our re-run, and out of it.
+    """Megatron's rerun state machine; keeps it and our re-run from disturbing each other.
 
-    Disabled, its ``validate_result`` raises on the one rank that saw the NaN, in mid-pass. Enabled, it
-    notes what it saw and repeats the pass when forward-backward has returned, then may end the job.
+    If it is disabled, its ``validate_result`` raises on the one rank that saw the NaN, in the middle of the
+    pass. If it is enabled, it notes the NaN and repeats the pass after forward-backward has returned, then
+    may end the job.
     """
 
     def save(self) -> None:
@@ -108,10 +109,10 @@ class RerunMachine:
         self._max_values = dict(machine.max_values)
 
     def restore(self) -> None:
-        pass  # muted in the re-run, it moves nothing
+        pass  # muted in the re-run, it changes no state
 
     def forget(self) -> None:
-        """What it saw in a pass whose result is not used: it will not ask for a re-run."""
+        """Drops its notes of a pass whose result is not used, so that it does not ask for a re-run."""
         machine = get_rerun_state_machine()
         for name, value in self._fields.items():
             setattr(machine, name, value)
@@ -125,8 +126,8 @@ class RerunMachine:
     @staticmethod
     @contextmanager
     def errors_held_back() -> Iterator[list[RuntimeError]]:
-        """In this block its errors are put into the list that this yields, so that the pass goes on and
-        all ranks come to the agreement."""
+        """Appends the machine's errors in this block to the yielded list instead of raising them, so that the
+        pass continues and all ranks reach the agreement."""
         errors: list[RuntimeError] = []
 
         def validate_result(original: Any, *args: Any, **kwargs: Any) -> None:
@@ -148,7 +149,7 @@ class RerunMachine:
 
 
 def states_of(optimizers: "list[MegatronOptimizer]", machine: RerunMachine) -> dict[str, Any]:
-    """By the name under which a verdict says that one could not be restored."""
+    """By name; a verdict uses the name of a state that could not be restored."""
     scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in optimizers]
     return {
         "Megatron's RNG tracker": RngTracker(),

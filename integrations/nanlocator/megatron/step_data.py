@@ -11,9 +11,9 @@ from nanlocator.state.rerun import GeneratorStates
 
 
 class StepData:
-    """Stands between a step and its data iterator: passes items on and keeps them, for ``replay``.
+    """Wraps a step's data iterator: returns its items and keeps them for ``replay``.
 
-    ``data_iterator`` is what ``forward_backward_func`` takes: an iterator, a list of them (one per model
+    ``data_iterator`` is the argument of ``forward_backward_func``: an iterator, a list of them (one per model
     chunk, the same object for chunks that share one), or None on ranks that draw no data.
     """
 
@@ -30,7 +30,7 @@ class StepData:
         self._recorders = recorders
 
     def replay(self) -> Any:
-        """The same items again, from the first one."""
+        """Returns the same items again, from the first one."""
         replays = {id(recorder): _Replay(recorder) for recorder in self._recorders.values()}
 
         def replay_of(recorder: "_Recorder | None") -> "_Replay | None":
@@ -41,11 +41,11 @@ class StepData:
         return replay_of(self.recording)
 
     def changed(self) -> list[str]:
-        """Sentences about items that the step has written to: its re-run finds them as they are now."""
+        """Sentences about items that the step has overwritten: its re-run sees the changed values."""
         return [sentence for recorder in self._recorders.values() for sentence in recorder.changed()]
 
     def describe(self) -> list[tuple[int, int | None, list[str]]]:
-        """Of each microbatch: number, chunk (None with one iterator) and a line per tensor."""
+        """For each microbatch: number, chunk (None with one iterator) and a line per tensor."""
         recorders = self.recording if isinstance(self.recording, list) else [self.recording]
         seen: set[int] = set()
         lines = []
@@ -63,7 +63,7 @@ class _Recorder:
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator
         self.batches: list[KeptBatch] = []
-        # After each item: a data pipeline may draw from the global generators.
+        # Saved after each item, because a data pipeline may draw from the global generators.
         self.generators: list[tuple[torch.Tensor, GeneratorStates]] = []
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Which versions of Megatron-Core nanlocator has run with. Imports nothing that only some of them have."""
+"""The versions of Megatron-Core that nanlocator has run with. Imports only names that all of them have."""
 
 import re
 
@@ -8,7 +8,7 @@ OLDEST, NEWEST = (0, 12), (0, 20)
 
 
 def too_old() -> str | None:
-    """A sentence where the Megatron-Core that is installed lacks what every later one has."""
+    """Returns a sentence if the installed Megatron-Core is older than the supported versions, else None."""
     minor = _minor_version()
     if minor is None or minor >= OLDEST:
         return None
@@ -19,7 +19,7 @@ def too_old() -> str | None:
 
 
 def unknown_version() -> str | None:
-    """Megatron-Core's version where nobody has tried nanlocator with it."""
+    """Returns Megatron-Core's version if nanlocator was not tested with it, else None."""
     minor = _minor_version()
     return None if minor and OLDEST <= minor <= NEWEST else _version()
 

@@ -1,7 +1,7 @@
-"""Where versions of Megatron-Core differ: a function for each difference, named by the versions that need it.
+"""Differences between versions of Megatron-Core: one function each, with the versions that need it.
 
-Read from 0.12.3, 0.13.1, 0.14.0, 0.15.3 and 0.16.1 of PyPI, and 0.17.1, 0.18.2, 0.19.0 and main (0.20) of
-GitHub. docs/support.md says what ran on each of them.
+Source: 0.12.3, 0.13.1, 0.14.0, 0.15.3 and 0.16.1 of PyPI, and 0.17.1, 0.18.2, 0.19.0 and main (0.20) of
+GitHub. docs/support.md has what was tested on each of them.
 """
 
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, process_groups_config
 
-# Groups by their fields in the collections below, and parallel_state's functions that return them. Up to 0.12
-# nothing fills a collection with these, and 0.13 and 0.14 leave the last one out.
+# Groups by their fields in the collections below, and the functions of parallel_state that return them. Up to
+# 0.12 nothing fills a collection with these; 0.13 and 0.14 leave out the last one.
 _GETTERS = {
     "tp": "get_tensor_model_parallel_group",
     "pp": "get_pipeline_model_parallel_group",
@@ -38,7 +38,8 @@ _ATTRIBUTES = ("model_comm_pgs", "pg_collection")  # of modules: in 0.13 and 0.1
 
 
 def process_groups(chunks: list[torch.nn.Module], field: str) -> Iterator[Any]:
-    """What ``parallel_state`` and the modules of ``chunks`` have under a field of ProcessGroupCollection."""
+    """The groups of ``parallel_state`` and of the modules of ``chunks`` under a field of
+    ProcessGroupCollection."""
     values = [_group_of_parallel_state(field)]
     for chunk in chunks:
         for module in chunk.modules():
@@ -56,7 +57,7 @@ def _group_of_parallel_state(field: str) -> Any:
         return None
     try:
         return getter(with_context_parallel=True) if field == "tp_dp_cp" else getter()
-    except AssertionError:  # there is none
+    except AssertionError:  # the group does not exist
         return None
 
 
@@ -67,8 +68,8 @@ def is_sent_already(bucket_group: Any) -> bool:
 
 
 def router_losses() -> dict[str, Any]:
-    """The dictionary that routers add their auxiliary losses to."""
-    try:  # from 0.18 on; the older function then makes a copy at each call
+    """The dictionary to which routers add their auxiliary losses."""
+    try:  # from 0.18 on, where the older function copies at each call
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:
         return _router_losses_before_0_18()
