@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine is to nanlocator's engine: parameters, gradients, weights, and a recorded step."""
+"""The adapter of a DeepSpeed engine: parameters, gradients, weights, and a recorded step."""
 
 import weakref
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from nanlocator.engine.this_rank import device_description, dtype_name, is_distr
 from nanlocator.loops.recorder import StepRecorder
 from nanlocator.state.switches import switches_of
 
-_MOST_KEPT = 8  # bad gradients of a re-run, the first ones in backward order
+_MOST_KEPT = 8  # bad gradients kept in a re-run, the first ones in backward order
 
 
 class DeepSpeedAdapter(Adapter):
-    """Gradients are what the optimizer will use: reduced, and in ZeRO 1 to 3 this rank's partition."""
+    """Gradients are those that the optimizer will use: reduced, and in ZeRO 1 to 3 this rank's partition."""
 
     gradient_phase = "grad_reduced"
     why_no_pass = "no call of the engine was seen in it"
@@ -55,7 +55,7 @@ class DeepSpeedAdapter(Adapter):
         return _C.ParameterMap(coordinates, infos)
 
     def gradients(self) -> Views:
-        """With those of this rank that were bad before the reduction, in a re-run."""
+        """In a re-run, includes this rank's gradients that were bad before the reduction."""
         return _views(self._kept + self._layout.reduced())
 
     def weights(self) -> Views:
@@ -72,8 +72,8 @@ class DeepSpeedAdapter(Adapter):
         return [ModuleHooks(self._module, watch)]
 
     def keep_bad(self, parts: list[Part]) -> None:
-        """Of a re-run, gradients before their bucket is reduced: afterwards they are another rank's, or gone.
-        A copy of each goes to the host."""
+        """In a re-run, copies bad gradients to the host before their bucket is reduced: afterwards they
+        belong to another rank, or are freed."""
         for number, gradient in parts:
             if len(self._kept) >= _MOST_KEPT:
                 return
@@ -88,7 +88,7 @@ class DeepSpeedAdapter(Adapter):
         return self._layout.skips_bad_updates()
 
     def _loss_scale(self) -> LossScale | None:
-        """What the gradients are multiplied by. At its smallest an overflow is no longer the scale's doing
+        """The factor in the gradients. At the smallest scale an overflow is no longer the scale's fault
         (runtime/fp16/loss_scaler.py)."""
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         if scaler is not None:
@@ -106,8 +106,9 @@ def _views(parts: list[Part]) -> Views:
 
 
 class EngineRecorder(StepRecorder):
-    """Records the engine's backwards: whole, with what follows autograd's part of it. They depend on what the
-    engine counts: of a step of several microbatches the last one reduces, or the one that a program says."""
+    """Records the engine's backwards as a whole, including the work after autograd's part. They depend on the
+    engine's counter: in a step of several microbatches the last one reduces, or the one that the program
+    names."""
 
     def __init__(self, engine: Any, *args: Any) -> None:
         super().__init__(*args)
@@ -133,8 +134,8 @@ class EnginePass(Pass):
         scan_reduced: Callable[[], None],
     ) -> None:
         self._adapter, self._layout, self._recorder = adapter, layout, recorder
-        self._scan_reduced = weakref.WeakMethod(scan_reduced)  # its owner must not wait for a step's end
-        self.problem = ""  # why it cannot be executed again
+        self._scan_reduced = weakref.WeakMethod(scan_reduced)  # its owner must not live until a step's end
+        self.problem = ""  # why the step cannot be executed again
 
     def run_again(self) -> Named:
         self._layout.clear_padding_of_weights()

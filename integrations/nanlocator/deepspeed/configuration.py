@@ -1,4 +1,4 @@
-"""Which engines ``install`` can watch, and what it does not see of them: said once, never silent."""
+"""Which engines ``install`` can watch, and what a configuration hides from it, reported once."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from nanlocator import _C
 
 
 def check(engine: Any) -> None:
-    """Raises UsageError where ``install`` cannot work with what it was given."""
+    """Raises UsageError if ``install`` cannot work with these arguments."""
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -49,7 +49,7 @@ def _why_not(engine: Any, *, is_pipeline: bool) -> str:
 
 
 def not_covered(engine: Any) -> list[str]:
-    """Phrases for run.json and the log about this very configuration."""
+    """Phrases for run.json and the log about this configuration."""
     phrases = []
     if getattr(engine, "sparse_tensor_module_names", None):
         phrases.append("sparse gradients after they are reduced")
@@ -57,6 +57,6 @@ def not_covered(engine: Any) -> list[str]:
 
 
 def _call(engine: Any, name: str, default: Any) -> Any:
-    """Of methods that some versions lack."""
+    """For methods that some versions lack."""
     method = getattr(engine, name, None)
     return method() if callable(method) else default

@@ -1,7 +1,7 @@
-"""Where DeepSpeed keeps parameters, gradients, masters and optimizer states: one class for each of its
-optimizers; those of ZeRO are in zero.py.
+"""The places of parameters, gradients, masters and optimizer states in DeepSpeed: one class for each of its
+optimizers; zero.py has ZeRO's.
 
-Read from DeepSpeed 0.19.8: runtime/engine.py and runtime/fp16/unfused_optimizer.py.
+Source, DeepSpeed 0.19.8: runtime/engine.py and runtime/fp16/unfused_optimizer.py.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ Parameter = torch.nn.Parameter
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank's optimizer updates of a parameter: elements [begin, begin + count) of it are elements
-    [at, at + count) of the group's flat partition."""
+    """The part of a parameter that this rank's optimizer updates: its elements [begin, begin + count) are
+    elements [at, at + count) of the group's flat partition."""
 
     id: int
     group: int
@@ -32,18 +32,18 @@ class Piece:
         return flat.detach().view(-1).narrow(0, self.at, self.count)
 
 
-Part = tuple[int, torch.Tensor]  # parameter id; the whole of it, or this rank's shard
+Part = tuple[int, torch.Tensor]  # parameter id; the whole parameter, or this rank's shard
 
 
 class Layout:
     """Attributes:
-    parameters: those that are trained, in the order of DeepSpeed's groups: position = id.
-    reducer: who reduces gradients, by `reduction`.
-    norms: what computes the norm of the gradients, of a group or of all: (owner, name of its function).
+    parameters: trainable ones, in the order of DeepSpeed's groups: position = id.
+    reducer: the object whose `reduction` reduces gradients.
+    norms: functions that compute the norm of a group's or of all gradients: (owner, name).
     """
 
     reduction = ""
-    gathers_weights = False  # they are kept in shards, too
+    gathers_weights = False  # whether weights are sharded, too
 
     def __init__(self, engine: Any, groups: list[list[Parameter]]) -> None:
         self.engine, self.optimizer, self.reducer = engine, engine.optimizer, engine.optimizer
@@ -53,7 +53,7 @@ class Layout:
         self.norms: list[tuple[Any, str]] = []
 
     def shards(self) -> dict[int, tuple[int, int]]:
-        """By id, of parameters whose optimizer states are partitioned; absent ids: of none of it."""
+        """By id, for parameters with partitioned optimizer states; an absent id: no element."""
         return {piece.id: (piece.begin, piece.begin + piece.count) for piece in self.pieces}
 
     def is_partitioned(self) -> bool:
@@ -64,7 +64,7 @@ class Layout:
         return list(enumerate(self.parameters))
 
     def about_to_be_reduced(self, *args: Any) -> list[Part]:
-        """This rank's own gradients, when `reduction` is called with these arguments."""
+        """This rank's gradients, when `reduction` is called with these arguments."""
         raise NotImplementedError
 
     def reduced(self) -> list[Part]:
@@ -75,11 +75,11 @@ class Layout:
         return [(i, p.detach()) for i, p in enumerate(self.parameters)]
 
     def clear_padding_of_weights(self) -> None:
-        """Writes zeros to what weights are gathered from and no weight is in: memory that DeepSpeed has not
-        written. It goes nowhere, but a watch would find the NaN in it that was there before."""
+        """Zeroes the padding of the buffers that weights are gathered from, which DeepSpeed never writes. It
+        has no effect, but a watch would report old NaN in it."""
 
     def masters(self) -> list[torch.Tensor]:
-        """Of each group, its flat partition, for which the inner optimizer keeps its state."""
+        """Each group's flat partition, for which the inner optimizer keeps its state."""
         raise NotImplementedError
 
     def optimizer_state(self, wanted: set[int]) -> Iterator[tuple[int, str, torch.Tensor, int]]:
@@ -93,11 +93,12 @@ class Layout:
             yield piece.id, "main_param", piece.of(master), piece.begin
 
     def skips_bad_updates(self) -> bool:
-        """Whether DeepSpeed leaves an update out whose gradients are bad."""
+        """Whether DeepSpeed leaves out an update with bad gradients."""
         return True
 
     def clear_gradients(self) -> None:
-        """As after a step: what a backward has left is gone, and the next one is the first."""
+        """Restores the state after a step: removes what a backward has left, so that the next one counts as
+        the first."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeedLocator: where the observers are hooked into a DeepSpeed engine, and how a bad step ends.
+"""DeepSpeedLocator: hooks the observers into a DeepSpeed engine, and ends a bad step.
 
 One step on every rank, in this order (runtime/engine.py, DeepSpeedEngine):
 
@@ -10,7 +10,7 @@ One step on every rank, in this order (runtime/engine.py, DeepSpeedEngine):
       the optimizer's norm   where it overflows though every gradient is finite
     ... its end          params_after (check_params)
 
-The engine's StepDriver owns the step. Hooks replace methods of the instances; ``remove`` takes them off.
+The engine's StepDriver owns the step. Hooks replace methods of the instances; ``remove`` removes them.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from nanlocator.state.rerun import GeneratorStates
 
 def install(engine: Any, **options: Unpack[Options]) -> "DeepSpeedLocator":
     """Watches the training of a DeepSpeed engine from now on: call it on every rank, after
-    ``deepspeed.initialize``. The loop stays as it is:
+    ``deepspeed.initialize``. The loop does not change:
 
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         locator = nanlocator.deepspeed.install(engine)
@@ -54,7 +54,7 @@ def install(engine: Any, **options: Unpack[Options]) -> "DeepSpeedLocator":
         options: see :class:`nanlocator.engine.options.Options`.
 
     Raises ``nanlocator.UsageError`` for an engine that cannot be watched, with the reason, and
-    ``nanlocator.AgreementError``, on every rank alike, where ranks differ in versions or options.
+    ``nanlocator.AgreementError`` on every rank if ranks differ in versions or options.
     """
     check(engine)
     DeepSpeedLocator.check_owner(engine, "engine")
@@ -63,7 +63,7 @@ def install(engine: Any, **options: Unpack[Options]) -> "DeepSpeedLocator":
 
 
 class DeepSpeedLocator(InstalledLocator):
-    """What ``install`` returns."""
+    """Returned by ``install``."""
 
     def __init__(self, engine: Any, options: _C.LocatorOptions) -> None:
         self._engine = engine
@@ -78,9 +78,9 @@ class DeepSpeedLocator(InstalledLocator):
         if options.level == "boundaries" and self._driver.connection is not None:
             self._driver.follow_boundaries(Boundaries(None, reads_gathered=True))
         self._order = BackwardOrder(self._layout.ids, self._driver.locator)
-        self._bucket = 0  # of the backward that runs
-        self._is_stepping = False  # in the engine's own step, which calls the optimizer's
-        self._steps_of_optimizer = 0  # that were not the engine's
+        self._bucket = 0  # number of the bucket in the running backward
+        self._is_stepping = False  # the engine's own step is running, which calls the optimizer's
+        self._steps_of_optimizer = 0  # number of optimizer steps outside of the engine's
         self._patches = Patches(__name__)
         self._install_hooks()
         count, stage = len(self._layout.parameters), int(engine.zero_optimization_stage())
@@ -91,10 +91,10 @@ class DeepSpeedLocator(InstalledLocator):
         self._order.remove()
         self._recorder.remove()
 
-    # --- what the recorder tells ---------------------------------------------------------------------
+    # --- called by the recorder --------------------------------------------------------------------------
 
     def before_other_forward(self) -> None:
-        """Not the engine's."""
+        """Not used with a DeepSpeed engine."""
 
     def before_forward(self) -> None:
         if not self._driver.is_in_pass:
@@ -112,10 +112,10 @@ class DeepSpeedLocator(InstalledLocator):
             step_pass.problem = "coalesce_grad_reduction reduced its gradients outside of a backward"
 
     def after_backward(self) -> None:
-        """Nothing is due before the engine's step."""
+        """Nothing to do before the engine's step."""
 
     def _is_in_accumulation(self) -> bool:
-        """By the engine's count, unless the program says where a step ends."""
+        """By the engine's counter, unless the program sets the step's end."""
         engine = self._engine
         if engine._is_gradient_accumulation_boundary is not None:
             return False
@@ -181,8 +181,8 @@ class DeepSpeedLocator(InstalledLocator):
         self._driver.scan(phase, group, "grad", [i for i, _ in parts], [tensor for _, tensor in parts])
 
     def _around_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Of gradients that were scanned. One that is not finite, or -1 in its place (runtime/utils.py,
-        mask_nan_or_inf_with_val_inplace), makes DeepSpeed leave the update out."""
+        """For gradients that were scanned. If the norm is not finite, or -1 in its place (runtime/utils.py,
+        mask_nan_or_inf_with_val_inplace), DeepSpeed leaves out the update."""
         norms = original(*args, **kwargs)
         listed = norms if isinstance(norms, list) else [norms]
         if self._driver.is_judged or all(0 <= float(norm) < math.inf for norm in listed):
@@ -200,7 +200,7 @@ class DeepSpeedLocator(InstalledLocator):
             self._is_stepping = False
 
     def _around_optimizer_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Lightning's Fabric calls the optimizer's step, and never the engine's."""
+        """Lightning's Fabric calls the optimizer's step, never the engine's."""
         if self._is_stepping:
             return original(*args, **kwargs)
         result = self._step(original, lambda *_, **__: self._layout.clear_gradients(), *args, **kwargs)
@@ -228,7 +228,7 @@ class DeepSpeedLocator(InstalledLocator):
     def _scan_and_agree(self) -> _C.Decision:
         if not self._driver.is_in_pass:
             return self._driver.scan_and_agree()
-        others = GeneratorStates()  # which a re-run begins with as they were when the step began
+        others = GeneratorStates()  # a re-run restores older states
         others.save()
         self._scan_reduced()
         decision = self._driver.end_pass([_C.LossView(loss, None) for loss in self._recorder.losses])
@@ -241,7 +241,7 @@ class DeepSpeedLocator(InstalledLocator):
             self._scan("grad_reduced", 0, parts)
 
     def _without_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed does after an overflow: everything but the optimizer's step."""
+        """Like DeepSpeed after an overflow: does everything but the optimizer's step."""
         optimizer = self._engine.optimizer
         had_overflow = hasattr(optimizer, "overflow")
 
@@ -259,7 +259,7 @@ class DeepSpeedLocator(InstalledLocator):
 
     @contextlib.contextmanager
     def _ending_with(self, reason: str) -> Iterator[None]:
-        """What leaves this block early leaves nothing of its step behind, in the engine either."""
+        """If this block ends with an exception, abandons the step, in DeepSpeed's engine as well."""
         try:
             with self._driver.abandoning(), self._driver.concluding(reason):
                 yield
@@ -271,7 +271,7 @@ class DeepSpeedLocator(InstalledLocator):
             raise
 
     def _leave_step(self) -> None:
-        """What the rest of the engine's step() would do, for a caller that goes on."""
+        """Does the rest of the engine's step(), for a caller that continues."""
         engine = self._engine
         self._layout.clear_gradients()
         self._recorder.forget()

@@ -1,6 +1,6 @@
-"""Where ZeRO's optimizers keep gradients, weights and masters.
+"""The places of gradients, weights and masters in ZeRO's optimizers.
 
-Read from DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py, runtime/bf16_optimizer.py.
+Source, DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py, runtime/bf16_optimizer.py.
 """
 
 from collections.abc import Iterator
@@ -86,7 +86,7 @@ class Stage1And2(Layout):
 
 class Stage3(Layout):
     """DeepSpeedZeroOptimizer_Stage3. Weights are partitioned, too: `ds_tensor` is this rank's part; small
-    ones are kept whole beside it."""
+    weights are also kept whole."""
 
     reduction = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
     gathers_weights = True
@@ -105,8 +105,8 @@ class Stage3(Layout):
         self._padded = [(p, count) for p, count in counts if count < p.ds_tensor.ds_numel]
 
     def _own_elements(self, parameter: Any) -> tuple[int, int]:
-        """Of the whole parameter the first one in this rank's part, and how many are in it: all parts are as
-        long as the first (partition_parameters.py, _partition_param)."""
+        """The first element of the whole parameter in this rank's part, and the number of elements in it: all
+        parts are as long as the first (partition_parameters.py, _partition_param)."""
         size = parameter.ds_tensor.ds_numel
         begin = self.optimizer._get_param_partition_rank(parameter) * size
         return begin, max(min(size, parameter.ds_numel - begin), 0)
@@ -163,7 +163,7 @@ class Stage3(Layout):
 
 
 class Bf16Stage1(Layout):
-    """BF16_Optimizer: ZeRO-1 with fp32 accumulation of bf16 gradients. Every rank has all sums, and updates
+    """BF16_Optimizer: ZeRO-1 with fp32 accumulation of bf16 gradients. Every rank has all sums and updates
     its partition."""
 
     reduction = "buffered_allreduce_fallback"
@@ -218,7 +218,7 @@ _LAYOUTS = {
 
 
 def layout_of(engine: Any) -> Layout:
-    """Raises UsageError for an optimizer that keeps its gradients in a way that is not known here."""
+    """Raises UsageError for an optimizer whose gradient storage is unknown."""
     optimizer = engine.optimizer
     kind = _LAYOUTS.get(type(optimizer).__name__)
     if kind is None and isinstance(optimizer, torch.optim.Optimizer):
