@@ -5,7 +5,7 @@ import sys
 
 from nanlocator.netcheck.run import main
 
-if __name__ == "__main__":  # the fork server imports this module, too
+if __name__ == "__main__":  # the fork server also imports this module
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

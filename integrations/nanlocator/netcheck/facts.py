@@ -1,4 +1,5 @@
-"""What a rank runs on: versions, device, clock; and what should be the same on all ranks but is not."""
+"""Facts about a rank's software and hardware (versions, device, clock), and illegal differences between
+ranks."""
 
 import os
 import platform
@@ -28,7 +29,7 @@ Facts = dict[str, str | int | float]
 CLOCK_TOLERANCE = 10.0  # seconds; ranks do not collect at the same instant
 _VARIABLE = "environment "
 
-# Differences between these have broken runs: other arithmetic, other protocols, other binaries.
+# Differences between these have broken runs: different arithmetic, protocols or binaries.
 _MUST_BE_EQUAL = (
     "nanlocator",
     "python",
@@ -43,14 +44,14 @@ _MUST_BE_EQUAL = (
 )
 _SHOWN_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_")
 _SHOWN = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS")
-# What a host may have to itself (NCCL's user guide, Environment Variables): interfaces, files, logs.
+# Variables that may differ between hosts (NCCL's user guide, Environment Variables): interfaces, files, logs.
 _OWN_PREFIXES = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO", "NCCL_GRAPH", "NCCL_HOSTID")
 
 
 def collect(device: torch.device | str) -> Facts:
-    """Of this process and `device` ("cpu", "cuda:3"). What cannot be found out is missing. Environment
-    variables of NCCL, Gloo and CUDA are under "environment NAME"; `clock` is in seconds since 1970,
-    `device_memory` in bytes."""
+    """Facts of this process and `device` ("cpu", "cuda:3"); unknown ones are missing. Environment variables
+    of NCCL, Gloo and CUDA are under "environment NAME"; `clock` is in seconds since 1970, `device_memory` in
+    bytes."""
     device = torch.device(device)
     facts: dict[str, str | int | float | None] = {
         "clock": time.time(),
@@ -75,7 +76,7 @@ def collect(device: torch.device | str) -> Facts:
 
 
 def computes_with(device: torch.device | str) -> str:
-    """Ranks for which this is equal must compute the same bits: device, libraries, number of threads."""
+    """Ranks with equal values must compute the same bits: device, libraries, number of threads."""
     own = collect(device)
     names = ("device_name", "cuda", "cudnn", "driver") if "device_name" in own else ("cpu",)
     parts = [str(own.get(name, "unknown")) for name in names]
@@ -83,10 +84,10 @@ def computes_with(device: torch.device | str) -> str:
 
 
 def differences(facts_of_ranks: Sequence[Facts]) -> list[dict[str, Any]]:
-    """What differs though it must be equal: [{"what": "torch", "values": {"2.11.0": [0, 1], "2.10.0": [2]}}],
-    `facts_of_ranks` in the order of ranks. A rank without a fact that others have is under "not known", or
-    "not set" for an environment variable. Clocks are compared with the median's and listed where one is more
-    than CLOCK_TOLERANCE off, with the "seconds" of the one that is most off."""
+    """Facts that must be equal and differ: [{"what": "torch", "values": {"2.11.0": [0, 1], "2.10.0": [2]}}],
+    `facts_of_ranks` in the order of ranks. A rank that lacks a fact that others have is under "not known", or
+    "not set" for an environment variable. Clocks are compared with the median and listed if one is more than
+    CLOCK_TOLERANCE off, with the "seconds" of the largest deviation."""
     found = []
     for what in (*_MUST_BE_EQUAL, *_variables_to_compare(facts_of_ranks)):
         absent = "not set" if what.startswith(_VARIABLE) else "not known"
@@ -135,8 +136,8 @@ def _nccl_version() -> str | None:
 
 
 def _driver_version() -> str | None:
-    """Without asking nvidia-smi, which may hang with its driver. The file's first line: "NVRM version: NVIDIA
-    UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 ..."."""
+    """Does not run nvidia-smi, which may hang with its driver. The file's first line: "NVRM version: NVIDIA
+    UNIX x86_64 Kernel Module 550.54.15 Tue Mar 5 ..."."""
     try:
         line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):

@@ -1,7 +1,8 @@
-"""What a vendor asks for when a GPU is suspected: read from nvidia-smi and the kernel's log, never changed.
+"""Data that a vendor asks for when a GPU is suspected: read from nvidia-smi and the kernel's log, without
+changes.
 
-Everything here may be absent, hang or be cut short, above all on a machine with a broken GPU. So each source
-has a deadline, and what could not be read is said in "missing". The elements are those of nvidia-smi's
+Any source may be absent, hang or be cut short, especially on a machine with a broken GPU. So each has a
+deadline, and "missing" lists what could not be read. The elements are those of nvidia-smi's
 nvsmi_device_v12.dtd (drivers since 525) and v11; an element that a driver does not have is missing.
 """
 
@@ -13,14 +14,14 @@ from typing import Any
 
 import torch
 
-_DEADLINE = 10.0  # seconds for each command; nvidia-smi waits forever where its driver does
+_DEADLINE = 10.0  # seconds per command; nvidia-smi waits forever if its driver does
 _LARGEST_XML = 16 << 20  # bytes; one GPU takes 50 kB
 _DOCUMENT_ENTITIES = re.compile(r"<!ENTITY", re.IGNORECASE)
 
 _COUNT = re.compile(r"[0-9]{1,18}")
 
-# NVIDIA, "XID Errors" (docs.nvidia.com/deploy/xid-errors), in the words of its table. Those that point to the
-# machine; codes that a program can cause by itself (13, 31, 43, 45, ...) are shown and not counted.
+# NVIDIA, "XID Errors" (docs.nvidia.com/deploy/xid-errors), in the words of its table. Only codes that point
+# to the machine; codes that a program can cause by itself (13, 31, 43, 45, ...) are shown and not counted.
 XID_FAULTS = {
     48: "Double Bit ECC Error",
     62: "Internal micro-controller halt",
@@ -36,7 +37,7 @@ XID_FAULTS = {
     140: "Unrecovered ECC Error",
 }
 _UNCORRECTED = ("sram_uncorrectable", "dram_uncorrectable", "double_bit")
-_ROW_REMAPPING = 63  # recorded and done with where no remapping is pending any more
+_ROW_REMAPPING = 63  # recorded, and resolved if no remapping is pending
 
 # "NVRM: Xid (PCI:0000:17:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 _XID_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]{1,32})\): (\d{1,4})\b")
@@ -44,7 +45,7 @@ _NVLINK_LINE = re.compile(r"Link (\d{1,4}): (Replay|Recovery|CRC) Errors: (\d{1,
 
 
 def hardware(device: torch.device | str) -> dict[str, Any]:
-    """Facts of one GPU ("cuda:3"); {} for a CPU. Keys, where they can be read: pci_address, uuid, serial,
+    """Facts of one GPU ("cuda:3"); {} for a CPU. Keys, if they can be read: pci_address, uuid, serial,
     product, vbios, driver; ecc_mode, ecc_volatile (since the driver was loaded), ecc_aggregate (over the
     GPU's life), remapped_rows, retired_pages; clocks, clocks_limited_by, temperature, power, pcie;
     reset_required, recovery_action; nvlink (error counters by link), xid (lines of the kernel's log); missing
@@ -62,8 +63,8 @@ def hardware(device: torch.device | str) -> dict[str, Any]:
 
 
 def hardware_faults(facts: dict[str, Any]) -> list[str]:
-    """What disqualifies the GPU, as sentences, from what `hardware` returned. Counts over the GPU's life do
-    not: what was repaired since then is repaired."""
+    """Sentences on facts of `hardware` that disqualify the GPU. Counts over the GPU's life do not: those
+    errors may have been repaired."""
     return [*_ecc_faults(facts), *_repair_faults(facts), *_xid_faults(facts)]
 
 
@@ -114,7 +115,7 @@ def _xid_faults(facts: dict[str, Any]) -> list[str]:
 
 
 class Unreadable(Exception):
-    """Says why a source gave nothing."""
+    """The reason why a source gave no data."""
 
 
 def _query(uuid: str, missing: list[str]) -> dict[str, Any]:
@@ -126,7 +127,8 @@ def _query(uuid: str, missing: list[str]) -> dict[str, Any]:
 
 
 def parse_query(text: str, uuid: str) -> dict[str, Any]:
-    """The GPU `uuid` in the output of ``nvidia-smi -q -x``. Unreadable if it is not, or cut off."""
+    """The GPU `uuid` in the output of ``nvidia-smi -q -x``. Raises Unreadable if the GPU is absent or the
+    output cut off."""
     if len(text) > _LARGEST_XML or _DOCUMENT_ENTITIES.search(text):
         raise Unreadable("nvidia-smi printed something else than its log")
     try:
@@ -194,7 +196,7 @@ def _some(element: ElementTree.Element, **paths: str) -> dict[str, str | int]:
 
 
 def _ecc_counts(gpu: ElementTree.Element, path: str) -> dict[str, str | int]:
-    """By kind and cause from Turing on; before, single_bit and double_bit, of which the totals are taken."""
+    """By kind and cause from Turing on; before, the totals of single_bit and double_bit."""
     parent = gpu.find(path)
     if parent is None:
         return {}
@@ -224,7 +226,7 @@ def _nvlink_errors(uuid: str, missing: list[str]) -> list[dict[str, int]]:
 
 
 def parse_nvlink(text: str) -> list[dict[str, int]]:
-    """[{"link": 0, "replay": 0, "recovery": 0, "crc": 0}, ...] of one GPU; [] where it has no NVLink."""
+    """[{"link": 0, "replay": 0, "recovery": 0, "crc": 0}, ...] of one GPU; [] if it has no NVLink."""
     links: dict[int, dict[str, int]] = {}
     for number, kind, count in _NVLINK_LINE.findall(text):
         links.setdefault(int(number), {"link": int(number)})[kind.lower()] = int(count)
@@ -264,8 +266,8 @@ def parse_kernel_log(text: str, address: str) -> list[dict[str, Any]]:
 
 
 def _place(address: str) -> tuple[int, ...] | None:
-    """Domain, bus and device. The kernel writes four digits of domain and no function, nvidia-smi eight and
-    one."""
+    """Domain, bus and device. The kernel writes the domain with four digits and no function, nvidia-smi with
+    eight digits and one."""
     try:
         domain, bus, device = address.split(".")[0].split(":")
         return int(domain, 16), int(bus, 16), int(device, 16)
@@ -279,7 +281,7 @@ def _address_by_torch(device: torch.device) -> str:
 
 
 def _output(command: Sequence[str]) -> str:
-    """What `command` prints within the deadline; Unreadable where it does not."""
+    """Output of `command` within the deadline. Raises Unreadable if there is none."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_DEADLINE, check=False

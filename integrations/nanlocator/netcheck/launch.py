@@ -1,8 +1,8 @@
-"""Starts the ranks of this host, as torchrun does, through the same launcher of torch.distributed.
+"""Starts the ranks of this host through torch.distributed's launcher, as torchrun does.
 
-Without what torchrun adds: its log, and its report of failed ranks, which would hide the verdict. And
-torch is imported once, by the fork server of Python: eight imports on a small host take longer than the quick
-check. The server has one thread; forks of the launcher, whose threads may hold locks, have hung.
+Omits torchrun's log and its report of failed ranks, which would hide the verdict. Python's fork server
+imports torch once: eight imports on a small host take longer than the quick check. The server has one thread;
+forks of the launcher, whose threads may hold locks, have hung.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def ranks_of_host(text: str) -> int:
 
 
 def launch(options: argparse.Namespace, check: Callable[[], int]) -> int:
-    """Runs `check` on every rank. 0: all of them returned 0, 2: wrong use, 1: anything else."""
+    """Runs `check` on every rank. Returns 0 if all returned 0, 2 for wrong use, otherwise 1."""
     arguments = [f"--nproc-per-node={options.nproc_per_node}"]
     for name in _FORWARDED:
         if value := getattr(options, name):
@@ -52,7 +52,7 @@ def launch(options: argparse.Namespace, check: Callable[[], int]) -> int:
         except SignalException as error:
             print(f"netcheck: ended by {error.sigval.name}", file=sys.stderr)
             return 1
-        # Of the launcher: an address that cannot be bound, hosts that did not arrive.
+        # The launcher's errors: an address that cannot be bound, hosts that did not arrive.
         except Exception as error:
             print(
                 f"netcheck: this host's launcher did not start its ranks: {first_line(error)}. Is every host "
@@ -65,7 +65,7 @@ def launch(options: argparse.Namespace, check: Callable[[], int]) -> int:
 
 
 def _run_rank(check: Callable[[], int]) -> int:
-    """The launcher takes a function that returns for one that has succeeded."""
+    """The launcher counts a function that returns as success."""
     code = check()
     if code != 0:
         sys.exit(code)
@@ -74,7 +74,7 @@ def _run_rank(check: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def _silent_launcher() -> Iterator[None]:
-    """Its warnings are about training: the number of OpenMP threads, signals that it sends."""
+    """The launcher's warnings are about training: the number of OpenMP threads, signals that it sends."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

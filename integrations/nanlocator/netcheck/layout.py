@@ -1,9 +1,10 @@
-"""The process groups of a parallel layout, as Megatron-Core builds them, without building them.
+"""Ranks of the process groups that Megatron-Core builds for a parallel layout, computed without building
+them.
 
-Megatron-Core 0.16.1, parallel_state.py: initialize_model_parallel makes one RankGenerator for the dense part
-(tp, cp, dp, pp) and one for the experts (tp, ep, what is left, pp), both in the order "tp-cp-ep-dp-pp": a
-rank's tp coordinate changes fastest, its pp coordinate slowest. Expert-tensor parallelism is Megatron's
-default, the size of tp.
+Source, Megatron-Core 0.16.1, parallel_state.py: initialize_model_parallel makes one RankGenerator for the
+dense part (tp, cp, dp, pp) and one for the experts (tp, ep, the remaining factor, pp), both in the order
+"tp-cp-ep-dp-pp": a rank's tp coordinate changes fastest, its pp coordinate slowest. Expert-tensor parallelism
+has Megatron's default, the size of tp.
 """
 
 from math import prod
@@ -13,15 +14,15 @@ from nanlocator._C import UsageError
 
 
 class Group(NamedTuple):
-    """The ranks (global, ascending) that one collective of this kind runs over."""
+    """The ranks (global, ascending) of one collective of this kind."""
 
     name: str  # "tp", "cp", "dp", "pp" or "ep"
     ranks: list[int]
 
 
 def groups(world: int, *, tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1) -> list[Group]:
-    """Every group of more than one rank, kind by kind: tp, cp, dp, pp, ep. What tp, cp and pp leave is dp;
-    ep divides dp x cp. UsageError where the sizes do not divide `world`."""
+    """Every group of more than one rank, kind by kind: tp, cp, dp, pp, ep. dp is `world` / (tp x cp x pp); ep
+    divides dp x cp. Raises UsageError if the sizes do not divide `world`."""
     sizes = {"world": world, "tp": tp, "cp": cp, "ep": ep, "pp": pp}
     for name, size in sizes.items():
         if size < 1:

@@ -1,4 +1,4 @@
-"""What the options of the network check mean; tools/command/netcheck_options.hpp has their table."""
+"""The network check's options; tools/command/netcheck_options.hpp has their table."""
 
 import argparse
 import sys
@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_ranks(options: argparse.Namespace, world_size: int) -> None:
-    """Throws UsageError where there are too few ranks, or not the one of the drill."""
+    """Raises UsageError if there are too few ranks, or the drill's rank does not exist."""
     if world_size < 2:
         raise UsageError(
             "a single rank has no peer to talk to. Start at least two: nanlocator netcheck --nproc-per-node 2"
@@ -40,7 +40,7 @@ def check_ranks(options: argparse.Namespace, world_size: int) -> None:
 
 
 def check_place(options: argparse.Namespace, groups: list[Group]) -> None:
-    """Throws UsageError where the drill's fault would never come: no step has the name of ``--at``."""
+    """Raises UsageError if no step has the name of ``--at``, so that the drill's fault would never occur."""
     names = [f"{group.name}[{','.join(map(str, group.ranks))}]" for group in groups]
     known = ["WORLD", *STAGES, *COLLECTIVES, *names]
     if options.at and options.at not in known:

@@ -1,5 +1,5 @@
 """The network check of one rank: facts, device, process groups, and the stages between ranks, which run in
-C++ (src/netcheck). The end, on every path, is RankCheck's: it explains, prints and leaves the process."""
+C++ (src/netcheck). On every path RankCheck ends it: it explains, prints and leaves the process."""
 
 import argparse
 import datetime
@@ -23,13 +23,13 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _QUICK_MEMORY_SECONDS = 0.5
 _MEMORY_SECONDS = 20.0
 _START_SECONDS = 120.0  # all ranks import torch, on hosts with one slow file system
-# With the first rank that ends torchrun ends the others: rank 0, which says what is wrong, is to be it.
+# When one rank ends, torchrun ends the others. The first must be rank 0, which reports the finding.
 _UNTIL_TOLD_SECONDS = 30.0
 _LONGEST_EXCHANGE = 1 << 20  # bytes between two ranks: enough to see a slow link
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code. Where something is found on a rank its process has ended with 1 before."""
+    """Returns the exit code. With a finding, the rank's process has exited with 1 before."""
     options = parse(arguments)
     if options.slurm_template:
         given = list(sys.argv[1:] if arguments is None else arguments)
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_rank(options: argparse.Namespace) -> int:
-    """In one of the processes that a launcher has started."""
+    """Runs in a process that a launcher has started."""
     try:
         _require_launcher()
         world_size = _world_size()
@@ -65,11 +65,11 @@ def _check_rank(options: argparse.Namespace) -> int:
         )
         return 1
     _run(options, groups, device, store)
-    return 0  # RankCheck ends the process where something was found
+    return 0  # RankCheck ends the process if it finds something
 
 
 def _launch(options: argparse.Namespace) -> int:
-    """Wrong use is found before any process starts."""
+    """Reports wrong use before any process starts."""
     try:
         if options.nproc_per_node is None:
             raise _C.UsageError(
@@ -171,8 +171,8 @@ def _run(
 
 
 def _keep_stdout() -> int:
-    """A descriptor of standard output for the verdict alone: what libraries print from now on (gloo before
-    torch 2.11, NCCL_DEBUG=INFO) goes to stderr, so --json is one object."""
+    """A descriptor of standard output for the verdict alone: later prints of libraries (gloo before torch
+    2.11, NCCL_DEBUG=INFO) go to stderr, so that --json is one object."""
     try:
         kept = os.dup(1)
         os.dup2(2, 1)
@@ -182,7 +182,7 @@ def _keep_stdout() -> int:
 
 
 def _meet(check: _C.RankCheck) -> None:
-    """Before any other step: ranks that start late are not a hang."""
+    """Runs before any other step, so that ranks that start late do not look like a hang."""
     extra = datetime.timedelta(seconds=_START_SECONDS)
     check.enter("start", "start of all ranks", ranks=list(range(_world_size())), extra=extra)
     check.meet()
@@ -242,8 +242,8 @@ def _add_failures(check: _C.RankCheck, result: _C.ComputeCheck | _C.MemoryCheck)
 def _make_groups(
     check: _C.RankCheck, options: argparse.Namespace, store: dist.Store, groups: list[layout.Group]
 ) -> list[_C.CheckGroup]:
-    """WORLD first, then the groups of the layout that are not WORLD again. c10d's own time-out is long:
-    the check's deadline comes first and knows more."""
+    """WORLD first, then the layout's groups other than WORLD. c10d's own time-out is long: the check's
+    deadline comes first and knows more."""
     rank, world_size = int(os.environ["RANK"]), _world_size()
     everyone = list(range(world_size))
     check.enter("groups", "connection of all ranks", ranks=everyone)

@@ -1,9 +1,9 @@
-"""An sbatch script that runs the network check as the training is run: one launcher per node."""
+"""An sbatch script that starts the network check like the training: one launcher per node."""
 
 import shlex
 from collections.abc import Sequence
 
-# The port is taken from the job's number, so that two jobs on one host do not meet; 29400 is torchrun's.
+# The port is derived from the job's number, so that two jobs on one host do not collide; 29400 is torchrun's.
 _TEMPLATE = """\
 #!/bin/bash
 # nanlocator netcheck on the nodes of a job. Fill in the lines marked with <==, then: sbatch THIS_FILE
