@@ -1,10 +1,10 @@
-"""For Hugging Face transformers: the Trainer's callback, and its debugger under its own names.
+"""For Hugging Face transformers: a callback for its Trainer, and its debugger under the original names.
 
     from nanlocator.transformers import NanLocatorCallback
     from nanlocator.transformers import DebugUnderflowOverflow, detect_overflow
 
-docs/transformers.md says what the debugger has in common with transformers' and which bugs it fixes. It works
-with any ``nn.Module``; only ``NanLocatorCallback`` and ``patch`` need transformers itself.
+docs/transformers.md compares the debugger with transformers' and lists the bugs it fixes. It works with any
+``nn.Module``; only ``NanLocatorCallback`` and ``patch`` need transformers itself.
 """
 
 import importlib.util
@@ -38,8 +38,7 @@ _DEBUGGER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when it is asked for: the callback needs transformers' Trainer, and a build may be without the
-    debugger."""
+    """Imports at first use: the callback needs transformers' Trainer, and a build may lack the debugger."""
     if name == "NanLocatorCallback":
         module = importlib.import_module("nanlocator.transformers.trainer")
     elif name not in _DEBUGGER:

@@ -1,4 +1,4 @@
-"""A step of transformers' ``Trainer`` as it can be executed again: its microbatches, each one call of
+"""A step of transformers' ``Trainer`` that can be executed again: its microbatches, each one call of
 ``training_step``."""
 
 import contextlib
@@ -31,9 +31,9 @@ class Microbatch:
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> None:
-        self.number = number  # None where it is the only one
+        self.number = number  # None for a single microbatch
         self.is_last = trainer.accelerator.sync_gradients
-        # DistributedDataParallel's own flag: Trainer calls no_sync by other rules than accelerate's.
+        # DistributedDataParallel's own flag: Trainer calls no_sync by different rules than accelerate.
         self.is_reduced = getattr(model, "require_backward_grad_sync", True)
         self.model = model
         self._accelerator = trainer.accelerator
@@ -54,7 +54,7 @@ class Microbatch:
             return self.run()
 
     def loss_view(self, loss: torch.Tensor) -> _C.LossView:
-        """With the number of labels that the Trainer has counted, of all microbatches and ranks."""
+        """With the number of labels that the Trainer has counted over all microbatches and ranks."""
         items = self._keywords.get("num_items_in_batch", next(iter(self._arguments), None))
         is_count = isinstance(items, torch.Tensor) and items.numel() == 1
         return _C.LossView(loss, self.number, None, items if is_count else None)
@@ -82,7 +82,7 @@ class TrainerPass(PlainPass):
         arguments: tuple[Any, ...],
         keywords: dict[str, Any],
     ) -> Microbatch:
-        """The next microbatch, for the first time."""
+        """Runs the next microbatch for the first time."""
         is_only = self._trainer.args.gradient_accumulation_steps == 1
         number = None if is_only else len(self._all)
         microbatch = Microbatch(number, self._trainer, step, model, inputs, arguments, keywords)
@@ -98,7 +98,8 @@ class TrainerPass(PlainPass):
             with self._adapter.naming_modules():
                 self.losses = [microbatch.run_again() for microbatch in self._all]
         finally:
-            # accelerate's optimizer steps by it, also where a microbatch of the re-run has raised.
+            # accelerate's optimizer steps only if this is set, also after a microbatch of the re-run has
+            # raised.
             self._trainer.accelerator.gradient_state._set_sync_gradients(True)
         return losses_of(self.losses)
 
@@ -106,7 +107,7 @@ class TrainerPass(PlainPass):
         return [text for microbatch in self._all for text in microbatch.changed()]
 
     def log_latest_losses(self) -> None:
-        """In the place of the first execution's; the Trainer adds the last microbatch's itself."""
+        """Replaces the first execution's losses in the log; the Trainer itself adds the last microbatch's."""
         summed = summed_loss(self._trainer)
         if summed is None or self._logged_loss is None:
             return

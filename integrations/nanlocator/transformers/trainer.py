@@ -10,10 +10,9 @@ One step, in the order of transformers 5.17 (trainer.py, ``_run_epoch``):
     optimizer.step                         left out under ``on_bad="skip"``
 
 A callback never gets its Trainer, and ``on_train_end`` is not called when ``train`` raises. So
-``Trainer.train`` is wrapped once per process: for Trainers that have this callback it says which one it is,
-and takes the hooks off however it ends; for others it does nothing. The hooks replace methods of that one
-Trainer and of its optimizer, so subclasses with a ``training_step`` or ``compute_loss`` of their own are
-followed as they are.
+``Trainer.train`` is wrapped once per process: it passes a Trainer to this callback if it has one, and removes
+the hooks however ``train`` ends. The hooks replace methods of that one Trainer and of its optimizer, so they
+also work for subclasses with their own ``training_step`` or ``compute_loss``.
 """
 
 import contextlib
@@ -46,17 +45,17 @@ except ImportError as error:
 
 
 class NanLocatorCallback(TrainerCallback):
-    """Finds NaN and Inf in the gradients and losses of a ``Trainer`` before they are clipped, and says where
-    they were born.
+    """Finds NaN and Inf in the gradients and losses of a ``Trainer`` before they are clipped, and reports
+    where they were born.
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[NanLocatorCallback()])
         trainer.train()
 
     A bad step is executed again on every rank, with every operator traced: the same microbatches through
-    ``training_step``, from the same random numbers and buffers. Each ``train()`` is a run of its own.
+    ``training_step``, from the same random numbers and buffers. Each ``train()`` is a separate run.
 
     Args:
-        options: see :class:`nanlocator.engine.options.Options`. Default are level ``"modules"`` and, as
+        options: see :class:`nanlocator.engine.options.Options`. The defaults are level ``"modules"`` and, as
             ``output_dir``, ``nanlocator_run`` in the Trainer's. Under ``on_bad="skip"`` the learning-rate
             schedule advances; an error is raised out of ``train``.
 
@@ -65,7 +64,7 @@ class NanLocatorCallback(TrainerCallback):
         run_dir: folder of the latest ``train``; None before the first.
         dismissed: overflows of the latest ``train`` with which fp16's loss scaler looks for its scale.
 
-    A healthy run computes the same bits with and without it. Cost: as of LocatingOptimizer, at the same
+    A healthy run computes the same bits with and without it. Cost: that of LocatingOptimizer at the same
     level. The microbatches of the step are kept until it ends.
 
     Raises:
@@ -91,8 +90,9 @@ class NanLocatorCallback(TrainerCallback):
         return self._steps.driver.locator.dismissed if self._steps is not None else 0
 
     def register_state(self, name: str, owner: Stateful) -> None:
-        """Something with ``state_dict`` and ``load_state_dict`` that ``training_step`` moves, such as a
-        metric or a buffer of samples: restored before a step is executed again. Call it before ``train``."""
+        """Registers an object with ``state_dict`` and ``load_state_dict`` that ``training_step`` changes,
+        such as a metric or a buffer of samples. It is restored before a step is executed again. Call it
+        before ``train``."""
         self._states[name] = owner
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -114,7 +114,7 @@ class NanLocatorCallback(TrainerCallback):
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._steps is not None:
-            self._steps.driver.forget_observations()  # a forward that no training step belongs to
+            self._steps.driver.forget_observations()  # a forward outside of training steps
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._end()
@@ -135,7 +135,7 @@ class NanLocatorCallback(TrainerCallback):
             yield
         finally:
             self._trainer = None
-            # The connection stays where `train` raises: at exit it says why to the other ranks.
+            # If `train` raises, the connection stays: at exit it sends the reason to the other ranks.
             if self._steps is not None:
                 self._steps.remove()
 

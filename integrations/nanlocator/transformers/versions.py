@@ -1,4 +1,4 @@
-"""Where versions of transformers differ."""
+"""Differences between versions of transformers."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 
 def summed_loss(trainer: Any) -> torch.Tensor | None:
-    """What the Trainer has summed up since it logged a loss. None before transformers 5, where it is a local
-    variable of its loop: where earlier microbatches of a step come out otherwise in a re-run, the log keeps
-    their first losses."""
+    """The Trainer's sum of losses since it last logged. None before transformers 5, where it is a local
+    variable of the Trainer's loop: there the log keeps the first losses if earlier microbatches give others
+    in a re-run."""
     return getattr(trainer, "_tr_loss", None)
