@@ -1,2 +1,2 @@
-"""What did each module compute? transformers' debugger of underflow and overflow, under its old names, which
-``nanlocator.transformers`` has. docs/transformers.md says what it prints."""
+"""What did each module compute? transformers' debugger of underflow and overflow; ``nanlocator.transformers``
+has it under the original names. docs/transformers.md has its output."""

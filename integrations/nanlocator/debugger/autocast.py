@@ -1,7 +1,7 @@
-"""``no_autocast``: a module that overflows in half precision runs in fp32.
+"""``no_autocast``: runs a module in fp32 that overflows in half precision.
 
-The documented remedy (transformers' guide to debugging: ``forward`` inside ``autocast(enabled=False)``, and
-its input converted) without editing the model.
+It applies the documented remedy (transformers' guide to debugging: ``forward`` inside
+``autocast(enabled=False)``, with its input converted) without editing the model.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ def no_autocast(module: nn.Module) -> "NoAutocast":
         module: any module. Calls of ``module(...)`` and of ``module.forward(...)``, from any autocast.
 
     Returns:
-        A handle that undoes it: ``remove()``, or the end of a ``with``. Of a module that runs in fp32
-        already, the same one.
+        A handle that undoes it: ``remove()``, or the end of a ``with``. A second call for a module
+        returns the same handle.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -47,21 +47,21 @@ def no_autocast(module: nn.Module) -> "NoAutocast":
 
 
 class NoAutocast:
-    """What ``no_autocast`` returns. Copies and pickles of the module have one of their own."""
+    """Returned by ``no_autocast``. Copies and pickles of the module have their own."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._had_own = "forward" in vars(module)
         self._original: Callable[..., Any] = module.forward
         self._is_on = True
-        # Not a bound method: accelerate would bind its function to the module. The signature is kept:
-        # Trainer removes the columns that are not in it.
+        # Not a bound method, because accelerate would bind its function to the module. Keeps the signature,
+        # because Trainer removes columns that are not in it.
         forward = functools.update_wrapper(functools.partial(NoAutocast._forward, self), self._original)
         module.forward = forward
 
     def remove(self) -> None:
-        """The module runs as before. May be called twice. Where someone has wrapped ``forward`` since, this
-        one stays inside theirs and passes calls on."""
+        """The module runs as before. May be called twice. If other code has wrapped ``forward`` since, this
+        wrapper stays inside and passes calls on."""
         if self._is_on and _handle_of(self._module) is self:
             if self._had_own:
                 self._module.forward = self._original
@@ -96,7 +96,7 @@ class NoAutocast:
 
 
 def _handle_of(module: nn.Module) -> NoAutocast | None:
-    """Of a module whose ``forward`` is ours."""
+    """The handle of a module whose ``forward`` is ours."""
     forward = vars(module).get("forward")
     if isinstance(forward, functools.partial) and forward.func is NoAutocast._forward:
         return forward.args[0]
@@ -113,9 +113,9 @@ def _converted(leaf: Any, of: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def _weights_in_fp32(module: nn.Module) -> Iterator[None]:
-    """Converted copies in the place of parameters and buffers in half precision; autograd leads from a copy
-    to its parameter. What forward writes to a buffer is kept."""
-    converted: dict[torch.Tensor, torch.Tensor] = {}  # tied ones stay tied
+    """Replaces parameters and buffers in half precision by converted copies; autograd leads from a copy to
+    its parameter. Values that forward writes to a buffer are kept."""
+    converted: dict[torch.Tensor, torch.Tensor] = {}  # tied tensors stay tied
     places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor]] = [
         (owner, table, name, tensor)
         for owner in module.modules()
@@ -133,7 +133,7 @@ def _weights_in_fp32(module: nn.Module) -> Iterator[None]:
     finally:
         for owner, table, name, tensor in places:
             current, table[name] = table[name], tensor
-            # batch_norm writes its statistics without counting.
+            # batch_norm's writes to its statistics do not count in _version.
             may_be_statistics = owner.training and table is owner._buffers
             if may_be_statistics or current._version != versions[tensor]:
                 with torch.no_grad():

@@ -1,9 +1,11 @@
-"""Frames of backward: what each call of a module takes from autograd and what it alone passes on.
+"""Frames of backward: the gradients that each call of a module receives from autograd, and those that it
+alone contributes.
 
-Hooks sit on autograd's nodes: before the nodes of the call's outputs, and after the nodes that were made
-during the call and pass a gradient to one of its inputs or weights (as src/watch/module_gradient_hooks.cpp
-finds them). A tensor hook would see the sum over all consumers, and ``register_full_backward_hook`` wraps
-outputs in views. Hooks return nothing and keep no tensor, so nothing that is computed changes.
+Hooks are on autograd's nodes: before the nodes of the call's outputs, and after the nodes that were created
+during the call and pass a gradient to one of its inputs or weights (as in
+src/watch/module_gradient_hooks.cpp). A tensor hook would see the sum over all consumers, and
+``register_full_backward_hook`` wraps outputs in views. Hooks return nothing and keep no tensor, so the
+results do not change.
 """
 
 import threading
@@ -18,17 +20,17 @@ from nanlocator.debugger.frames import Role, Row
 from nanlocator.debugger.places import input_places, output_places
 from nanlocator.debugger.scans import Scans
 
-_ACCUMULATOR = "AccumulateGrad"  # the node of a leaf, as it is called in Python
+_ACCUMULATOR = "AccumulateGrad"  # the node of a leaf; its name in Python
 _AFTER_OUTPUTS = 1 << 20  # places in a frame; no call has so many outputs
 
 
 class StartedCall:
-    """Where the inputs of a running call hang in autograd's graph."""
+    """Positions of a running call's inputs in autograd's graph."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.first_node = torch._C._autograd._get_sequence_nr()
-        self.edges: dict[tuple[Any, int], str] = {}  # (node, which of its outputs) -> "input[0]"
-        self.leaves: dict[int, str] = {}  # id of a leaf tensor, which its accumulator knows
+        self.edges: dict[tuple[Any, int], str] = {}  # (node, index of its output) -> "input[0]"
+        self.leaves: dict[int, str] = {}  # by id of a leaf tensor; its accumulator has the tensor
         self.add_inputs(args, {})
 
     def add_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -44,22 +46,22 @@ class StartedCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackwardCall:
-    """One call of a module, until its gradients come."""
+    """One call of a module, until its gradients arrive."""
 
     name: str
     module_class: str
     batch: int
-    hooks: int  # that will run where backward goes through all of the call
+    hooks: int  # number that will run if backward passes through the whole call
 
 
 @dataclass(frozen=True, slots=True)
 class _GradientPlace:
-    """Of one of the gradients that a node takes or gives."""
+    """One of the gradients that a node receives or returns."""
 
-    position: int  # among them
+    position: int  # index among them
     role: Role
     context: str
-    order: int  # in the frame
+    order: int  # position in the frame
 
 
 @dataclass(slots=True)
@@ -68,17 +70,17 @@ class _OpenFrame:
     rows: list[tuple[int, Row]] = field(default_factory=list)
 
     def in_order(self) -> list[Row]:
-        """What came in, then what the call made of it: inputs, weights."""
+        """Outputs' gradients first, then those of inputs and weights."""
         return [row for _, row in sorted(self.rows, key=lambda numbered: numbered[0])]
 
 
 class BackwardFrames:
     """Makes the frames of backward passes and gives them to ``take(call, rows)``: each when its last gradient
-    has come, at the end of the pass where one never comes. Something bad ends a frame at once, unless
+    has arrived, or at the end of the pass if one never does. A bad value ends a frame at once, unless
     ``is_traced(batch)``: later gradients follow from it.
 
-    ``take`` may raise: backward then ends with that error. It runs in autograd's hooks, on whatever thread
-    runs these; where the scans wait for a device, of a batch that is not traced at the end of the pass.
+    ``take`` may raise: backward then ends with that error. It runs in autograd's hooks, on their threads; if
+    the scans wait for a device and the batch is not traced, it runs at the end of the pass.
     """
 
     def __init__(
@@ -91,25 +93,25 @@ class BackwardFrames:
         self._take = take
         self._is_traced = is_traced
         self._is_active = True
-        self._batch: int | None = None  # of the gradient that was seen last
-        self._lock = threading.RLock()  # each device has a thread of autograd's
-        self._passes: set[int] = set()  # that have begun and not ended
+        self._batch: int | None = None  # batch of the latest gradient
+        self._lock = threading.RLock()  # autograd has a thread per device
+        self._passes: set[int] = set()  # running passes
         # By pass (reentrant checkpoints nest them), in the order in which the frames began.
         self._open: dict[int, dict[BackwardCall, _OpenFrame]] = {}
 
     def remove(self) -> None:
-        """Hooks that are left in graphs do nothing any more."""
+        """Hooks that are left in graphs do nothing from now on."""
         self._is_active = False
         self.forget_open()
 
     def forget_open(self) -> None:
-        """A pass that an error has ended leaves frames behind."""
+        """Discards the frames of a pass that an error has ended."""
         self._passes.clear()
         self._open.clear()
 
     def follow(self, started: StartedCall, module: nn.Module, output: Any, name: str, batch: int) -> None:
-        """Hooks the nodes of a call that has returned ``output``. ``batch``: outside of a backward pass; a
-        forward inside one (of a checkpoint) belongs to that one's batch."""
+        """Hooks the nodes of a call that has returned ``output``. ``batch`` counts outside of a backward
+        pass; a forward inside one (of a checkpoint) belongs to the pass's batch."""
         taken = _taken_by(started, output)
         if not taken:
             return
@@ -172,14 +174,14 @@ class BackwardFrames:
 
 
 def _taken_by(started: StartedCall, output: Any) -> dict[Any, list[_GradientPlace]]:
-    """The nodes that made the outputs, and which of the gradients that they take are the outputs'."""
+    """The nodes that made the outputs, and which of their received gradients are the outputs'."""
     taken: dict[Any, list[_GradientPlace]] = {}
     for order, place in enumerate(output_places(output)):
         tensor = place.value
         if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is None:
             continue
         edge = (tensor.grad_fn, tensor.output_nr)
-        # An output that the call did not compute: an input passed through, or a cached value.
+        # The call did not compute this output: an input passed through, or a cached value.
         if edge not in started.edges and _was_made_during(started, edge[0]):
             seen = _GradientPlace(edge[1], Role.GRAD_OUTPUT, f"grad_{place.context}", order)
             taken.setdefault(edge[0], []).append(seen)
@@ -189,8 +191,8 @@ def _taken_by(started: StartedCall, output: Any) -> dict[Any, list[_GradientPlac
 def _given_by(
     started: StartedCall, module: nn.Module, from_nodes: list[Any]
 ) -> dict[Any, list[_GradientPlace]]:
-    """The nodes of the call that pass a gradient to an input or a weight of it, and which of theirs that is.
-    Where several pass one to the same input, each is labelled with its name."""
+    """The call's nodes that pass a gradient to one of its inputs or weights, and which gradient that is. If
+    several pass one to the same input, each is labelled with its name."""
     weights = {id(p): name for name, p in module.named_parameters(recurse=False) if p.requires_grad}
     if not weights and not started.leaves and not started.edges:
         return {}
@@ -208,7 +210,7 @@ def _given_by(
 def _edges_out(
     started: StartedCall, weights: dict[int, str], from_nodes: list[Any]
 ) -> Iterator[tuple[Any, int, Role, str]]:
-    """(node, which of its gradients, what it belongs to), through the nodes that were made in the call."""
+    """(node, index of its gradient, the input or weight), through the nodes that were created in the call."""
     waiting, seen = list(from_nodes), set(from_nodes)
     while waiting:
         node = waiting.pop()

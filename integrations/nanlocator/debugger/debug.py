@@ -1,9 +1,9 @@
-"""``DebugUnderflowOverflow``: hooks on every module call, and the rule of what is reported.
+"""``DebugUnderflowOverflow``: hooks on every module call, and the rule for reports.
 
-The scans of a call's values start when it returns (scans.py); they are judged in the order of the calls
-once the results are known: host memory's at once, an accelerator's when the batch's forward ends. One frame
-per call, kept as numbers; text is made (frames.py) only where it is printed. Everything that is remembered is
-an attribute of the object, and ``remove()`` removes every hook.
+The scans of a call's values start when it returns (scans.py). They are judged in the order of the calls once
+the results are known: host memory's at once, an accelerator's when the batch's forward ends. There is one
+frame per call, kept as numbers; text is made (frames.py) only when it is printed. The object holds all state,
+and ``remove()`` removes every hook.
 """
 
 import operator
@@ -37,7 +37,7 @@ from nanlocator.engine.this_rank import is_distributed
 
 
 class DebugOption(str, Enum):
-    """The words of ``--debug``; equal to those of transformers."""
+    """The values of ``--debug``; equal to those of transformers."""
 
     UNDERFLOW_OVERFLOW = "underflow_overflow"
     TPU_METRICS_DEBUG = "tpu_metrics_debug"
@@ -50,32 +50,32 @@ class DebugOption(str, Enum):
 
 class DebugUnderflowOverflow:
     """Raises in the forward of the first module that has a NaN or Inf in its weights, inputs or output, and
-    prints the frames that led there; or prints every frame of chosen batches.
+    prints the frames before it; or prints every frame of chosen batches.
 
         debug_overflow = DebugUnderflowOverflow(model)                          # detection
         debug_overflow = DebugUnderflowOverflow(model, trace_batch_nums=[1, 3])  # and these batches traced
         with DebugUnderflowOverflow(model, verbose=True): ...                    # hooks gone afterwards
 
     A batch is one completed forward of ``model``, counted from 0. In a traced batch nothing raises. The first
-    four arguments and the text are those of transformers' class; the others are ours.
+    four arguments and the text are those of transformers' class; the other arguments are ours.
 
-    Where torch.distributed has several ranks, make it on each of them. Each writes its text to a file, rank 0
-    prints it, too, and when one raises all do (ranks.py says how). No collective is entered.
+    With several ranks in torch.distributed, construct it on each of them. Each writes its text to a file,
+    rank 0 also prints it, and when one raises all do (see ranks.py). It uses no collective.
 
     Checks every tensor of positional and keyword arguments and of outputs, in tuples, lists, dictionaries,
     dataclasses and ModelOutputs. A parameter is read again after an optimizer step, after a write that
-    autograd counts, and where its module has something bad; under ``torch.no_grad`` in each batch.
-    Values are scanned as they pass, once per tensor. Tensors in host memory are judged at once, and the
-    module's own forward raises. For those on an accelerator nothing waits: they are read together, judged in
-    order and raised for when the forward of ``model`` ends, or of a module that is called outside of it, or
-    the backward pass; earlier in a batch that is traced, after some thousand tensors, in ``remove()`` and
-    ``frames``. Where an error of another kind leaves the forward, the report is printed and the error has a
-    note of it. Calls that torch.compile traces are not seen. Any thread may run the model, one at a time.
+    autograd counts, and if its module has a bad value; under ``torch.no_grad`` in each batch. Other values
+    are scanned once per tensor. Tensors in host memory are judged at once, and the module's own forward
+    raises. Those on an accelerator cause no wait: they are read together and judged in order when the forward
+    of ``model``, the forward of a module called outside of it, or the backward pass ends, which then raises;
+    earlier in a traced batch, after some thousand tensors, in ``remove()`` and ``frames``. If another error
+    leaves the forward, the report is printed and the error gets a note. Calls that torch.compile traces are
+    not seen. Any thread may run the model, one at a time.
 
     Args:
-        model: the model as it is called. The hooks see what hooks that were registered earlier made of an
-            output.
-        max_frames_to_save: how many of the last frames a report shows; None for all since the last report.
+        model: the model as it is called. The hooks see an output after hooks that were
+            registered earlier have changed it.
+        max_frames_to_save: number of latest frames in a report; None for all since the last report.
         trace_batch_nums: batches to print in full.
         abort_after_batch_num: raise when this batch has finished; with ``backward`` before the next one.
         verbose: the rows of keyword arguments and nested values too; dtype and shape behind the metadata, and
@@ -84,23 +84,23 @@ class DebugUnderflowOverflow:
             made later (a loss). Without it such rows and frames are shown only where they hold something bad.
         count_masks: also report infinities that are intended: an input that holds only zeros and −Inf, an
             additive attention mask, and scores with −Inf at just the elements that a mask among the inputs
-            of their module masks (masks.py). An accelerator's tensors are gone when the rule asks for them: a
-            module whose first bad values are −Inf alone is from the next batch on judged as it returns.
+            of their module masks (masks.py). An accelerator's tensors are freed before the rule runs: from
+            the next batch on, a module whose first bad values are only −Inf is judged as it returns.
         backward: also frames of backward, and detection there: for each call of a module the gradients of its
-            outputs, and what this call alone contributes to those of its inputs and weights. Where the loss
-            is scaled for fp16 this reports each overflow that the scaler would have skipped.
+            outputs, and what this call alone contributes to those of its inputs and weights. If the loss
+            is scaled for fp16, this reports each overflow that the scaler would have skipped.
         output_dir: for the text of each rank, ``debug_rank{r}.txt``; and for text that stdout does not take.
 
     Attributes:
-        batch_number: batches that have ended. This and the following are as of what has been judged.
+        batch_number: batches that have ended. All three attributes count judged values only.
         total_calls: module calls so far.
-        detected_overflow: whether this batch has had something bad.
+        detected_overflow: whether this batch has had a bad value.
 
     Raises:
         TypeError, ValueError: arguments that cannot work.
-        ValueError: from the model's forward, as the original does, or from backward: something bad, on this
+        ValueError: from the model's forward, as the original does, or from backward: a bad value, on this
             rank or another, or the batch to stop after.
-        OSError: neither stdout nor the file nor stderr takes the text, which the error then holds.
+        OSError: stdout, the file and stderr all failed; the error holds the text.
     """
 
     def __init__(
@@ -133,19 +133,19 @@ class DebugUnderflowOverflow:
         self._running = _Running()
         self._scans = Scans()
         self._weights = _WeightScans(self._scans)
-        self._judged_at_once: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # for their −Inf
+        self._judged_at_once: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # because of their −Inf
         self._pass_to_settle: int | None = None  # the backward pass at whose end the scans are read
         self._masks = IntendedMasks()
         self._output = Output(output_dir)
         self._number = next_number()
         self._peers: PeerRanks | None = None
-        self._has_heard = False  # that another rank has found something
+        self._has_heard = False  # another rank has a finding
         self._backward = (
             BackwardFrames(self._scans, self._take_backward, lambda batch: batch in self.trace_batch_nums)
             if backward
             else None
         )
-        self._last_backward: int | None = None  # the batch of the backward whose frames came last
+        self._last_backward: int | None = None  # batch of the backward whose frames came last
         self._names: dict[nn.Module, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(module, []).append(name)
@@ -163,12 +163,12 @@ class DebugUnderflowOverflow:
 
     @property
     def frames(self) -> list[str]:
-        """The text of the frames kept so far, oldest first. Waits for what has not been judged."""
+        """The text of the kept frames, oldest first. Waits for scans that are not yet judged."""
         self._scans.settle()
         return [frame_text(frame, self.verbose) for frame in self._frames]
 
     def remove(self) -> None:
-        """Judges what has not been, and takes every hook away. May be called twice."""
+        """Judges the pending scans and removes every hook. May be called twice."""
         try:
             self._scans.settle()
         finally:
@@ -194,7 +194,7 @@ class DebugUnderflowOverflow:
         self.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DebugUnderflowOverflow":
-        """A copied model's hooks lead here, where its modules are strangers and are passed over."""
+        """A copied model's hooks lead here; its modules are unknown and ignored."""
         return self
 
     # ---- Hooks ----------------------------------------------------------------------------------
@@ -203,15 +203,16 @@ class DebugUnderflowOverflow:
         return module.register_forward_hook(self._after_call, with_kwargs=True)
 
     def _hook_late(self, module: nn.Module) -> None:
-        # A shallow copy (copy.copy) has its hooks in common with its original.
+        # A shallow copy (copy.copy) shares its hooks with the original.
         if self._after_call not in module._forward_hooks.values():
             self._late_hooks[module] = self._hook(module)
 
     def _before_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """For every module of the process: only here can a call be seen of one that was added later."""
+        """Runs for every module of the process: only here can calls of modules be seen that were added
+        later."""
         stack = self._running.stack
         names = self._names.get(module)
-        # What a forward that raised has left goes here: checkpoints end their second forward so, too.
+        # Removes leftovers of a forward that raised: checkpoints end their second forward so, too.
         if module is self.model:
             stack.clear()
         elif names is not None:
@@ -246,7 +247,7 @@ class DebugUnderflowOverflow:
         self._scans.forget_passing()
         if is_in_backward():
             return
-        self._scans.settle()  # what a forward or backward that raised has left
+        self._scans.settle()  # leftovers of a forward or backward that raised
         if self._backward is not None:
             self._backward.forget_open()
             self._raise_after_last_batch()
@@ -280,12 +281,12 @@ class DebugUnderflowOverflow:
             ended.let_tensors_go()
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Runs also where the forward raises, without an output."""
+        """Also runs if the forward raises, without an output."""
         error = sys.exc_info()[1]
         if module is self.model and self._scans.are_waiting and error is not None:
             self._settle_before(error)
 
-    # ---- When scans are read --------------------------------------------------------------------
+    # ---- Reading the scans -----------------------------------------------------------------------
 
     def _settle_where_due(self, module: nn.Module) -> None:
         is_outermost = module is self.model or not self._running.stack
@@ -300,14 +301,15 @@ class DebugUnderflowOverflow:
             self._settle_after_pass()
 
     def _settle_after_pass(self) -> None:
-        """The second forward of a checkpoint, part by part: its scans are read together, too."""
+        """For the second forward of a checkpoint, which runs part by part: its scans are read together,
+        too."""
         number = torch._C._current_graph_task_id()
         if number != self._pass_to_settle:
             self._pass_to_settle = number
             torch.autograd.Variable._execution_engine.queue_callback(self._scans.settle)
 
     def _settle_before(self, error: BaseException) -> None:
-        """What was seen before ``error`` may be its reason: the report is printed, the error gets a note."""
+        """Values seen before ``error`` may be its cause: prints the report and adds a note to the error."""
         try:
             self._scans.settle()
         except ValueError as finding:
@@ -417,7 +419,7 @@ class DebugUnderflowOverflow:
     # ---- Other ranks ----------------------------------------------------------------------------
 
     def _hear(self, finding: Finding) -> None:
-        """On a thread: this rank may wait in a collective that the other will not enter any more."""
+        """Runs on a thread: this rank may be waiting in a collective that the other will never enter."""
         self._has_heard = True
         self._output.write_on_rank_0(f"{finding.report}\nDebugUnderflowOverflow: {finding}")
 
@@ -425,7 +427,7 @@ class DebugUnderflowOverflow:
         if self._peers is None or not self._has_heard:
             return
         self._has_heard = False
-        self._scans.settle()  # raises where this rank has seen something, too
+        self._scans.settle()  # raises if this rank has a finding, too
         if (finding := self._peers.take_finding()) is None:
             return
         self._write_last_frames(f"Stopped during batch_number={self.batch_number}: {finding}")
@@ -444,7 +446,7 @@ class DebugUnderflowOverflow:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call that is running."""
+    """A running call."""
 
     module: nn.Module
     name: str
@@ -453,7 +455,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _EndedCall:
-    """A call that has returned, until it is judged."""
+    """A returned call, until it is judged."""
 
     module: nn.Module
     name: str
@@ -468,19 +470,19 @@ class _EndedCall:
         yield from self.outputs
 
     def let_tensors_go(self) -> None:
-        """Their memory is needed before they are judged."""
+        """Releases the tensors before they are judged, because their memory is needed."""
         for place, _ in self.values():
             place.value = None
 
 
 class _Running(threading.local):
-    """The calls of modules that this thread is in, outermost first."""
+    """The running module calls of this thread, outermost first."""
 
     def __init__(self) -> None:
         self.stack: list[_Call] = []
 
     def leave(self, module: nn.Module) -> "_Call | None":
-        """The innermost call of ``module``, which is over, with all below it that raised."""
+        """Removes the innermost call of ``module``, which has ended, and all calls below it that raised."""
         for depth in range(len(self.stack) - 1, -1, -1):
             if self.stack[depth].module is module:
                 call = self.stack[depth]
@@ -493,7 +495,7 @@ class _Running(threading.local):
 
 
 class _WeightScans:
-    """What was seen of each parameter, for as long as it cannot have changed."""
+    """The scan of each parameter, kept while the parameter cannot have changed."""
 
     def __init__(self, scans: Scans) -> None:
         self._scans = scans
@@ -507,7 +509,7 @@ class _WeightScans:
         return [Row(Role.WEIGHT, name, self._values(p)) for name, p in module.named_parameters(recurse=False)]
 
     def scan_again(self, module: nn.Module) -> list[Row]:
-        """A write through ``.data`` leaves no trace: where it matters the memory is read again, now."""
+        """Reads the memory again, because a write through ``.data`` leaves no trace."""
         for parameter in module.parameters(recurse=False):
             self._seen.pop(parameter, None)
         rows = self.rows(module)
@@ -520,7 +522,7 @@ class _WeightScans:
     def _values(self, parameter: torch.Tensor) -> Values:
         if parameter.is_inference() or type(parameter) is not nn.Parameter:
             return self._scans.scan(parameter)  # writes are not counted, or the memory is hidden
-        # The address: `parameter.data = other` and `model.half()` are not counted as writes.
+        # Includes the address: `parameter.data = other` and `model.half()` do not count as writes.
         state = (self._steps, parameter._version, parameter.data_ptr())
         seen = self._seen.get(parameter)
         if seen is None or seen[0] != state:
@@ -537,7 +539,7 @@ def _raise(message: str) -> None:
 
 
 def _name_below(caller: _Call, module: nn.Module) -> str:
-    """Of a module that was added later: where its caller holds it, else its class."""
+    """For a module that was added later: its caller's attribute, else its class."""
     held_as = next((name for name, m in caller.module.named_modules() if m is module), type(module).__name__)
     return f"{caller.name}.{held_as}" if caller.name else held_as
 
@@ -579,7 +581,7 @@ def _batch_numbers(numbers: Iterable[int] | None) -> list[int]:
 
 def _batch_number(argument: str, number: int) -> int:
     try:
-        index = operator.index(number)  # numpy's integers too
+        index = operator.index(number)  # also accepts numpy's integers
     except TypeError:
         index = -1
     if index < 0:

@@ -15,14 +15,14 @@ from nanlocator.debugger.scans import measure, plain_values
 from nanlocator.debugger.values import Values
 from nanlocator.engine.this_rank import is_distributed
 
-_MOST_BUNDLES = 16  # of one process in one folder: a loop may find something bad in every step
+_MOST_BUNDLES = 16  # per process and folder, because a loop may have a finding in every step
 _bundles_written: dict[str, int] = {}  # by folder
 
 _LABELS = {100: " n100", 1000: "n1000", 10000: "n10000"}  # aligned as in the original
 
 
 def get_abs_min_max(var: torch.Tensor, ctx: str) -> str:
-    """The row of a frame: ``{abs min:8.2e} {abs max:8.2e} ctx``. Any tensor."""
+    """Prints the row of a frame: ``{abs min:8.2e} {abs max:8.2e} ctx``. Any tensor."""
     return values_text(measure(var), ctx)
 
 
@@ -50,12 +50,12 @@ def detect_overflow(
         min_max: print the minimum and maximum.
         mean_var: print minimum, maximum, variance and mean; computed in fp64.
         backward: also scan the gradient of ``var`` when backward computes it (as "gradient of ctx",
-            with the same options). Nothing to see where ``var`` needs no gradient.
-        bundle: a folder. Where something bad is found, the tensor is written below it as a bundle
+            with the same options). No effect if ``var`` needs no gradient.
+        bundle: a folder. If ``var`` has a NaN or Inf, it is written below the folder as a bundle
             (``bundles/step0-...``, docs/formats.md), whose path is printed: ``nanlocator bundle show`` reads
             it, and ``nanlocator.replay.load(path).arguments[0]`` is the tensor. The bundle has no operator
-            call; its module call is named ``ctx``. At most 16 in one folder; one that cannot be written is a
-            line on stderr, no error.
+            call; its module call is named ``ctx``. At most 16 in one folder; a failed write is reported in a
+            line on stderr and raises nothing.
 
     Returns:
         Whether ``var`` has a NaN or Inf. A hook of ``Tensor.register_hook`` must not return it: pass
@@ -105,7 +105,7 @@ def _print_more(
     if not (thresholds or min_max or mean_var):
         return
     plain = plain_values(local_part(tensor))
-    wide = plain.abs().double() if plain.is_complex() else plain.double()  # fp8 and bool compare only so
+    wide = plain.abs().double() if plain.is_complex() else plain.double()  # for fp8 and bool
     for threshold in thresholds:
         count = int((wide.abs() >= threshold).sum())
         if count > 0:
@@ -127,5 +127,5 @@ def _minimum_and_maximum(values: Values, wide: torch.Tensor) -> tuple[float, flo
         return least.item(), most.item()
     if stats.nan:
         return nan, nan
-    # finite_min and finite_max are +Inf and −Inf where nothing is finite
+    # finite_min and finite_max are +Inf and −Inf if no element is finite
     return (-inf if stats.neg_inf else stats.finite_min), (inf if stats.pos_inf else stats.finite_max)

@@ -1,7 +1,7 @@
-"""The text: rows, frames, the header of a batch and the report. Nothing else in this package formats.
+"""The text: rows, frames, the header of a batch and the report. All of this package's formatting is here.
 
-Without ``verbose`` it is the text of transformers' ``debug_utils`` (5.17), byte for byte, as long as
-nothing is bad that the original does not scan.
+Without ``verbose`` the text equals that of transformers' ``debug_utils`` (5.17), byte for byte, unless a
+value is bad that the original does not scan.
 """
 
 from collections.abc import Iterable
@@ -30,8 +30,8 @@ class Row:
     role: Role
     context: str  # "weight", "input[0]", "output[1][0]", "input[attention_mask]", "grad_input[0]"
     values: Values | None  # None: no tensor
-    type_name: str = ""  # of what is no tensor
-    is_extra: bool = False  # the original has no row for it: keyword arguments, what is nested
+    type_name: str = ""  # of a value that is no tensor
+    is_extra: bool = False  # the original has no row for it: keyword arguments, nested values
 
     @property
     def is_bad(self) -> bool:
@@ -44,8 +44,8 @@ class Frame:
 
     name: str  # fully qualified
     module_class: str
-    rows: list[Row]  # those that are shown
-    starts: str | None  # "batch number=1", in its first frame; "backward of batch number=1"
+    rows: list[Row]  # the shown rows
+    starts: str | None  # "batch number=1" in its first frame; "backward of batch number=1"
 
 
 def frame_text(frame: Frame, verbose: bool) -> str:
@@ -58,7 +58,7 @@ def frame_text(frame: Frame, verbose: bool) -> str:
 
 
 def report_text(frames: Iterable[Frame], headline: str, kind: str, verbose: bool) -> str:
-    """``kind`` of frames: "forward frames", as the original says; "frames" where some are of backward."""
+    """``kind`` of frames: "forward frames", as in the original; "frames" if some are of backward."""
     texts = [frame_text(frame, verbose) for frame in frames]
     return "\n".join(
         [
@@ -80,7 +80,7 @@ def values_text(values: Values, context: str) -> str:
 
 
 def finding_lines(values: Values, context: str) -> list[str]:
-    """What is printed at once where something is bad."""
+    """Printed at once for a bad value."""
     found = []
     if values.has_nan:
         found.append(f"{context} has nans")
@@ -104,7 +104,8 @@ def _row_text(row: Row, verbose: bool) -> str:
 
 
 def _details(values: Values) -> str:
-    """Behind the metadata: dtype, shape; of a bad tensor the counts, the first index, what is finite."""
+    """After the metadata: dtype, shape; for a bad tensor also the counts, the first index, the finite
+    range."""
     text = f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
     stats = values.stats
     if stats is None or stats.is_finite:

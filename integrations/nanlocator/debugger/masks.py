@@ -1,4 +1,4 @@
-"""Which infinities are meant: additive attention masks, and the scores that they were added to."""
+"""Intended infinities: additive attention masks, and scores to which a mask was added."""
 
 from collections.abc import Iterable
 
@@ -11,16 +11,15 @@ from nanlocator.debugger.values import Values
 
 
 class IntendedMasks:
-    """The rule, and what it has accepted in this process.
+    """Accepts intended −Inf, and remembers the accepted tensors of this process.
 
-    Meant is, where nothing else of the tensor is bad:
-    an input that holds zeros and −Inf alone, some of each;
-    an output with −Inf at just the elements where a mask among the inputs has it, or where a bool mask among
-    them is True, or False, in the shape to which the mask is broadcast: any other −Inf is overflow;
-    an input that was accepted as such an output, and was not written since.
+    A tensor's −Inf are intended, unless it also has other bad values, in: an input that holds only zeros and
+    −Inf, some of each; an output with −Inf at exactly the elements where a mask among the inputs has it, or
+    where a bool mask among them is True, or False, in the shape to which the mask is broadcast: any other
+    −Inf is overflow; an input that was accepted as such an output and not written since.
 
-    All but the first are known from the tensors themselves; where these are gone (`Place.value` is None)
-    they stay undecided.
+    All but the first need the tensors themselves; if these are gone (`Place.value` is None), the result is
+    undecided.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,7 @@ class IntendedMasks:
     def is_meant(
         self, place: Place, values: Values, inputs: Iterable[tuple[Place, Values | None]]
     ) -> bool | None:
-        """Of something bad. None: undecided."""
+        """Judges a bad value. None: undecided."""
         if place.role is Role.INPUT and values.is_additive_mask:
             return True
         if not values.has_only_negative_infinities:
@@ -68,5 +67,5 @@ def _is_at(masked: torch.Tensor, where: torch.Tensor) -> bool:
         return False
     try:
         return torch.equal(masked, where.expand_as(masked))
-    except RuntimeError:  # of a shape that does not broadcast
+    except RuntimeError:  # the shape does not broadcast
         return False

@@ -1,4 +1,5 @@
-"""Where text goes: the terminal, and among several ranks a file of each rank. Text is never lost silently."""
+"""Destinations of text: the terminal, and with several ranks a file of each rank. Text is never lost
+silently."""
 
 import os
 import socket
@@ -13,7 +14,7 @@ from nanlocator.engine.this_rank import is_distributed
 
 
 def say(text: str) -> None:
-    """On stdout; where that takes nothing, on stderr."""
+    """Prints on stdout, or on stderr if that fails."""
     if (problem := _print_to(sys.stdout, text)) is None:
         return
     if (
@@ -24,17 +25,18 @@ def say(text: str) -> None:
 
 
 class Output:
-    """The text of one debugger.
+    """The text output of one debugger.
 
-    One process: stdout. Several ranks: each one's file ``debug_rank{r}.txt`` in ``directory``, which is made
-    with the first text and appended to, and rank 0's stdout. What the terminal or the file does not take goes
-    to the other, else to stderr, with one line that says why; where none takes it the OSError holds the text.
+    One process: stdout. Several ranks: each one's file ``debug_rank{r}.txt`` in ``directory``, which is
+    created for the first text and appended to, and rank 0's stdout. If the terminal or the file fails, its
+    text goes to the other, else to stderr, with one line that gives the reason; if all fail, the OSError
+    holds the text.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory)
         self._has_header = False
-        self._problems: set[str] = set()  # reported already
+        self._problems: set[str] = set()  # already reported
 
     @property
     def path(self) -> Path:
@@ -57,7 +59,7 @@ class Output:
             self._tell("; ".join(problems), text, taken_by)
 
     def write_on_rank_0(self, text: str) -> None:
-        """What another rank has in its own file."""
+        """Prints text that another rank has in its own file."""
         if _rank() == 0 and (refusal := _print_to(sys.stdout, text)) is not None:
             _print_to(sys.stderr, f"nanlocator: stdout takes no text ({refusal}); it follows here\n{text}")
 
@@ -75,7 +77,7 @@ class Output:
         return None
 
     def _tell(self, problem: str, text: str, taken_by: list[str]) -> None:
-        """Once of each problem; the text itself where nothing else has taken it."""
+        """Reports each problem once; includes the text if no destination took it."""
         lines = []
         if problem not in self._problems:
             self._problems.add(problem)
@@ -101,7 +103,7 @@ def _rank() -> int:
 
 
 def _print_to(stream: TextIO | None, text: str) -> Exception | None:
-    """ValueError: the stream is closed. None where the text has been taken."""
+    """Returns None on success. ValueError: the stream is closed."""
     if stream is None:  # a process without a console
         return OSError("there is none")
     try:

@@ -1,4 +1,4 @@
-"""``patch()``: transformers' own ``--debug underflow_overflow`` with this package's debugger."""
+"""``patch()``: transformers' own ``--debug underflow_overflow`` uses this package's debugger."""
 
 import importlib
 from typing import Any
@@ -21,10 +21,10 @@ def patch() -> "Patch":
         with nanlocator.transformers.patch(): ...  # for a while
 
     Call it before ``trainer.train()``. A module that has imported the names from ``transformers.debug_utils``
-    already keeps the original ones. While it is in force a second call returns the same ``Patch``.
+    already keeps the original ones. While a patch is active, a second call returns it.
 
     Raises:
-        ImportError: transformers, or what its Trainer needs, cannot be imported.
+        ImportError: transformers, or a package that its Trainer needs, cannot be imported.
     """
     global _active
     if _active is None:
@@ -33,8 +33,8 @@ def patch() -> "Patch":
 
 
 class Patch:
-    """What ``patch`` returns: ``remove()`` restores the original names and removes the hooks of the debuggers
-    that Trainers have made. A context manager that calls it at the end."""
+    """Returned by ``patch``. ``remove()`` restores the original names and removes the hooks of the debuggers
+    that Trainers have made. Also a context manager that calls it at the end."""
 
     def __init__(self) -> None:
         try:
@@ -51,14 +51,14 @@ class Patch:
             self._patches.put(points.DEBUGGER[f"debug_utils.{ours.__name__}"], ours)
 
     def _debug_trained_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> DebugUnderflowOverflow:
-        """``Trainer.train`` makes a debugger each time it is called, and keeps none: one per model."""
+        """``Trainer.train`` makes a debugger at each call and keeps none; this makes one per model."""
         if (earlier := self._debuggers.pop(model, None)) is not None:
             earlier.remove()
         debugger = self._debuggers[model] = DebugUnderflowOverflow(model, *args, **kwargs)
         return debugger
 
     def remove(self) -> None:
-        """May be called twice. A name that someone has replaced since stays as it is."""
+        """May be called twice. A name that other code has replaced since stays."""
         global _active
         self._patches.remove()
         for debugger in self._debuggers.values():

@@ -1,4 +1,4 @@
-"""The places of a call at which values stand: what has a row in a frame, in the frame's order."""
+"""The values of a call that have a row in a frame, in the frame's order."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ _MOST_NESTED = 8  # containers in containers; also ends one that holds itself
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """One value that a call took in or gave out."""
+    """One value that a call received or returned."""
 
     role: Role
     context: str  # "input[0]", "output[1][0]", "input[attention_mask]"
-    value: Any  # None where it has been let go
-    is_extra: bool = False  # the original has no row for it: keyword arguments, what is nested
+    value: Any  # None after its release
+    is_extra: bool = False  # the original has no row for it: keyword arguments, nested values
 
 
 def input_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Place]:
@@ -29,7 +29,7 @@ def input_places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Plac
 
 
 def output_places(output: Any) -> Iterator[Place]:
-    """The original goes two tuples deep."""
+    """The original descends two tuples deep."""
     if not isinstance(output, tuple):
         yield from _places(Role.OUTPUT, "output", output)
         return
@@ -42,7 +42,7 @@ def output_places(output: Any) -> Iterator[Place]:
 
 
 def _places(role: Role, context: str, value: Any) -> Iterator[Place]:
-    """The place that the original has a row for, and what it does not look into."""
+    """The place for which the original has a row, and the nested ones that it ignores."""
     yield Place(role, context, value)
     if not isinstance(value, torch.Tensor):
         yield from _nested_places(role, context, value, 0)

@@ -1,4 +1,4 @@
-"""The two hooks that a debugger needs on the process as a whole; they do not keep it, or its model, alive."""
+"""The two process-wide hooks of a debugger; they do not keep it or its model alive."""
 
 import weakref
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 class ProcessHooks:
     """Calls ``before_call`` before every module call and ``after_step`` after every optimizer's step.
 
-    Both are bound methods and are held weakly: the owner ends with its model, as the original does, whose
-    hooks are on the model alone. Module calls that torch.compile traces are passed over.
+    Both are bound methods and held weakly, so that the owner ends with its model, like the original, which
+    hooks only the model. Module calls that torch.compile traces are ignored.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class ProcessHooks:
         if (before_call := self._before_call()) is not None:
             before_call(module, args)
         else:
-            # Of these hooks torch runs a copy of the list; of an optimizer's it does not: that one idles on.
+            # torch runs a copy of the list of these hooks, but not of an optimizer's: that hook stays, and
+            # does nothing.
             self._before_call_handle.remove()
 
     def _run_after_step(self, *_: Any) -> None:

@@ -1,9 +1,9 @@
-"""Several ranks: one that sees something bad notifies the others, through the c10d Store and no collective.
+"""Several ranks: a rank with a finding notifies the others through the c10d Store, without a collective.
 
 The finding rank publishes its report, waits a moment until the others have it, and raises. On every other
-rank a thread asks the Store now and then; once it has the report, the rank raises at its next module call.
-One that waits in a collective is ended by that collective's failure, when the finding rank's process has
-gone; the error's traceback then names the rank that saw something, too.
+rank a thread polls the Store; once it has the report, the rank raises at its next module call. A rank that
+waits in a collective is ended by that collective's failure, after the finding rank's process has ended; the
+error's traceback then names the finding rank, too.
 """
 
 import contextlib
@@ -26,17 +26,15 @@ from nanlocator.engine.python_versions import add_note
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
 
-_LONGEST_REPORT = 1 << 20  # characters that travel; the finding rank's file has the whole
+_LONGEST_REPORT = 1 << 20  # characters that are sent; the finding rank's file has all
 _STORE_TIMEOUT = timedelta(seconds=10)
-_TELL_DEADLINE = (
-    5.0  # seconds beyond the interval at which ranks ask; then they learn of it by the failure alone
-)
-_ASKS_PER_SECOND = 2000  # of all ranks together: one process serves the Store
+_TELL_DEADLINE = 5.0  # seconds beyond the polling interval; later ranks learn of it only by the failure
+_ASKS_PER_SECOND = 2000  # of all ranks together, because one process serves the Store
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the first rank with something bad publishes."""
+    """Published by the first rank with a bad value."""
 
     rank: int
     host: str
@@ -53,9 +51,9 @@ class Finding:
 
 
 class PeerRanks:
-    """The other ranks' debuggers of the same model. Made on every rank, the same ones in the same order.
+    """The other ranks' debuggers of the same model. Every rank makes the same ones in the same order.
 
-    Uses the default Store on a connection of its own, which no other call waits for. ``close`` ends the
+    Uses its own connection to the default Store, so that no other call waits for it. ``close`` ends the
     thread; so does the interpreter's exit.
 
     Args:
@@ -80,7 +78,7 @@ class PeerRanks:
         self._thread.start()
 
     def take_finding(self) -> Finding | None:
-        """Of another rank, once. Costs nothing where there is none."""
+        """Returns another rank's finding, once. Costs nothing if there is none."""
         state = self._state
         if state.finding is None:
             return None
@@ -89,13 +87,13 @@ class PeerRanks:
         return finding
 
     def publish(self, batch: int, what: str, report: str, file: str) -> None:
-        """Tells the others, and waits until they know: a few tenths of a second, at most some seconds. The
-        first rank to publish counts. Without the Store nobody can be notified."""
+        """Notifies the others and waits until they know: a few tenths of a second, at most some seconds. The
+        first rank to publish counts. Without the Store no rank can be notified."""
         finding = Finding(self._rank, socket.gethostname(), batch, what, report[-_LONGEST_REPORT:], file)
         if self.take_finding() is not None:
-            return  # the others have heard from another rank, as this one has
+            return  # the others have another rank's finding, as this one has
         state = self._state
-        with contextlib.suppress(RuntimeError):  # the rank that holds the Store has gone
+        with contextlib.suppress(RuntimeError):  # the rank that holds the Store has ended
             with state.lock:
                 first, seen = state.keys()
                 published = json.loads(state.store.compare_set(first, "", json.dumps(asdict(finding))))
@@ -126,18 +124,18 @@ def _own_connection() -> dist.Store:
 
 
 class _State:
-    """What the thread shares with its owner, which may be gone before it."""
+    """Shared by the thread and its owner, which may be freed first."""
 
     def __init__(self, store: dist.Store, interval: float) -> None:
         self.store = store
         self.interval = interval
         self.lock = threading.Lock()
         self.stopped = threading.Event()
-        self.round = 0  # findings so far that this rank has made or heard of; the same on all ranks
-        self.finding: Finding | None = None  # of another rank, until this one has raised
+        self.round = 0  # findings that this rank has made or received; the same on all ranks
+        self.finding: Finding | None = None  # another rank's, until this one has raised
 
     def keys(self) -> tuple[str, str]:
-        """Of this round: the finding, and how many ranks have heard of it."""
+        """Keys of this round: the finding, and the number of ranks that have received it."""
         return f"found/{self.round}", f"seen/{self.round}"
 
 
@@ -151,14 +149,14 @@ def _ask_until_stopped(state: _State, on_finding: Callable[[Finding], None]) -> 
                 state.finding = finding = Finding(**json.loads(state.store.get(found)))
                 state.round += 1
                 state.store.add(seen, 1)
-        except RuntimeError:  # the rank that holds the Store has gone, and so have the others
+        except RuntimeError:  # the rank that holds the Store has ended, and so have the others
             return
         on_finding(finding)
 
 
 class _ExceptHook:
-    """Adds the finding to the traceback of the exception that ends this process: a collective that has
-    failed says nothing of it."""
+    """Adds the finding to the traceback of the exception that ends this process, because a failed collective
+    does not mention it."""
 
     def __init__(self, state: _State) -> None:
         self._state = state
@@ -192,5 +190,5 @@ _numbers = itertools.count()
 
 
 def next_number() -> int:
-    """Of a debugger of this process."""
+    """Number of the next debugger of this process."""
     return next(_numbers)

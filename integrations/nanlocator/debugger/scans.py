@@ -1,8 +1,8 @@
-"""Scans of tensors as they pass, and the decisions that wait for them.
+"""Scans of tensors during the forward, and the decisions that wait for them.
 
-In: tensors of any dtype, layout and device. Out: ``Values``, filled in at once for host memory. On another
-device a scan is put on the current stream (on CUDA one launch into a slot of its own), and nothing waits
-until all scans are read together. Nothing that is computed changes, and autograd sees nothing.
+Input: tensors of any dtype, layout and device. Output: ``Values``, filled in at once for host memory. On
+another device a scan is enqueued on the current stream (on CUDA one launch into its own slot), and nothing
+waits until all scans are read together. Results do not change, and autograd sees nothing.
 """
 
 import threading
@@ -27,13 +27,13 @@ _WITHOUT_A_SCAN = tuple(
 
 
 class Scans:
-    """Scans, and in their order what is decided once they are known. One thread at a time."""
+    """The pending scans, and decisions in their order. One thread at a time."""
 
     def __init__(self) -> None:
         self._scans = _C.TensorScans()
         self._waiting: dict[int, Callable[[_C.TensorStats], None]] = {}  # by the scans' numbers
         self._decisions: list[Callable[[], None]] = []
-        self._passing: dict[int, _Passing] = {}  # by the tensors' id
+        self._passing: dict[int, _Passing] = {}  # by the tensors' ids
 
     @property
     def are_waiting(self) -> bool:
@@ -42,12 +42,12 @@ class Scans:
 
     @property
     def are_many(self) -> bool:
-        """Time to settle."""
+        """Whether it is time to settle."""
         return len(self._waiting) >= _MOST_WAITING
 
     def scan(self, tensor: torch.Tensor) -> Values:
-        """Any tensor, as it is now in the order of the current stream; it is not kept. Of a DTensor this
-        rank's part. What cannot be read has no values."""
+        """Scans any tensor, in the order of the current stream; the tensor is not kept. For a DTensor this
+        rank's part. An unreadable tensor has no values."""
         tensor = local_part(tensor)
         values = Values(tensor.dtype, tuple(tensor.shape))
         try:
@@ -61,8 +61,8 @@ class Scans:
         return values
 
     def scan_in_passing(self, tensor: torch.Tensor) -> Values:
-        """As `scan`; but a tensor that was read since `forget_passing`, and not written since, as far as
-        autograd counts writes, is not read again: what one module passes to the next."""
+        """Like `scan`, but does not read a tensor again that was read since `forget_passing` and not written
+        since, as far as autograd counts writes: one module passes it to the next."""
         if tensor.is_inference() or type(tensor) is not torch.Tensor:
             return self.scan(tensor)  # writes are not counted, or the memory is hidden
         passing = self._passing.get(id(tensor))
@@ -74,14 +74,14 @@ class Scans:
         self._passing.clear()
 
     def then(self, decide: Callable[[], None]) -> None:
-        """Calls ``decide`` when all scans so far are known, after the decisions before it: now, or in
+        """Calls ``decide`` when all scans so far are known, after the earlier decisions: now, or in
         `settle`."""
         self._decisions.append(decide)
         if not self._waiting:
             self.settle()
 
     def settle(self) -> None:
-        """Waits for the scans, and decides. Where a decision raises, those after it are dropped."""
+        """Waits for the scans, then decides. If a decision raises, those after it are dropped."""
         waiting, self._waiting = self._waiting, {}
         decisions, self._decisions = self._decisions, []
         if waiting:
@@ -103,7 +103,7 @@ class Scans:
         values.has_positions = tensor.layout in (torch.strided, _MKLDNN)
         plain = plain_values(tensor)
         if plain.dtype.is_complex:
-            # The scan takes the parts; the magnitudes need a second scan, of a tensor of half the size.
+            # The scan reads the parts; the magnitudes need a second scan, of a tensor of half the size.
             self._scan(plain, values.take_stats)
             self._scan(plain.abs(), values.take_magnitudes)
         elif plain.dtype.is_floating_point:
@@ -113,8 +113,8 @@ class Scans:
 
 
 class _Passing:
-    """A tensor that is passed on, and what was seen of it. Keeps no tensor: one that has died is another's
-    id, and is not taken for it."""
+    """The values of a tensor that modules pass on. Keeps no tensor; a dead tensor's id may be reused, which
+    is detected."""
 
     __slots__ = ("_address", "_tensor", "_version", "values")
 
@@ -128,7 +128,7 @@ class _Passing:
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Writes that are counted, and the memory: ``tensor.data = other`` is not counted."""
+    """Counted writes, and the memory: ``tensor.data = other`` is not counted."""
     try:
         return tensor._version, tensor.data_ptr()
     except RuntimeError:  # sparse, under vmap
@@ -140,7 +140,7 @@ _now_lock = threading.RLock()
 
 
 def measure(tensor: torch.Tensor) -> Values:
-    """One scan, known at once: waits for the tensor's device. From any thread."""
+    """One scan with its result: waits for the tensor's device. From any thread."""
     with _now_lock:
         values = _now.scan(tensor)
         _now.settle()
@@ -148,7 +148,8 @@ def measure(tensor: torch.Tensor) -> Values:
 
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Strided, of a dtype that the scan or torch's reductions know; of a sparse tensor the stored values."""
+    """Strided, with a dtype that the scan or torch's reductions support; for a sparse tensor the stored
+    values."""
     if tensor.is_quantized:
         return tensor.dequantize()
     if tensor.layout is torch.sparse_coo:
@@ -167,8 +168,8 @@ def _has_a_scan(dtype: torch.dtype) -> bool:
 
 
 def _as_floating_point(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers and bools: their magnitudes are then the scan's, and nothing has to wait for them. In double
-    a magnitude above 2^53 is rounded, which three printed digits do not show."""
+    """Converts integers and bools, so that the scan gives their magnitudes and nothing has to wait for them.
+    In double a magnitude above 2^53 is rounded, which is invisible in three printed digits."""
     if tensor.element_size() == 1:
         return tensor.half()
     return tensor.double() if tensor.device.type != "mps" else tensor.float()  # which has no double

@@ -1,4 +1,4 @@
-"""What one scan of a tensor gives: the columns of a row, and more."""
+"""The result of one scan of a tensor: the columns of a row, and more."""
 
 from dataclasses import dataclass
 from math import inf, nan
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Values:
-    """Of one tensor, on any device. Keeps no tensor. Filled in by a scan (scans.py): at once for host memory,
-    else when the scan is read."""
+    """The values of one tensor, on any device. Keeps no tensor. A scan fills it in (scans.py): at once for
+    host memory, else when the scan is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    # Of a complex tensor the parts, counted singly; of a sparse one the stored values. None for integers,
-    # bools, empty tensors, and tensors without memory of their own (meta, fake, under vmap).
+    # For a complex tensor of the parts, counted singly; for a sparse one of the stored values. None for
+    # integers, bools, empty tensors, and tensors without their own memory (meta, fake, under vmap).
     stats: "_C.TensorStats | None" = None
-    # Of the magnitudes, as ``tensor.abs()`` would have them: nan where one is NaN. None: nothing to measure.
+    # Magnitudes, like ``tensor.abs()``: nan if one is NaN. None: nothing to measure.
     magnitudes: tuple[float, float] | None = None
-    has_positions: bool = True  # the stats' first index is one in `shape`
+    has_positions: bool = True  # the stats' first index is valid in `shape`
 
     def take_stats(self, stats: "_C.TensorStats") -> None:
         self.stats = stats
@@ -30,7 +30,7 @@ class Values:
     def take_magnitudes(self, stats: "_C.TensorStats") -> None:
         if stats.nan:
             self.magnitudes = nan, nan
-        else:  # absmin is inf where nothing is finite
+        else:  # absmin is inf if no element is finite
             has_inf = stats.pos_inf + stats.neg_inf > 0
             self.magnitudes = stats.absmin, inf if has_inf else stats.absmax
 
@@ -52,13 +52,13 @@ class Values:
 
     @property
     def is_additive_mask(self) -> bool:
-        """Zeros and −Inf, some of each, and nothing else: what is added to attention scores."""
+        """Only zeros and −Inf, some of each: a mask added to attention scores."""
         s = self.stats
         return s is not None and s.neg_inf > 0 and s.zeros > 0 and s.neg_inf + s.zeros == s.numel
 
     @property
     def has_only_negative_infinities(self) -> bool:
-        """−Inf, and nothing else that is bad."""
+        """The only bad values are −Inf."""
         s = self.stats
         return s is not None and s.neg_inf > 0 and s.nan + s.pos_inf == 0
 
