@@ -1,6 +1,6 @@
 """Builds the extension and the `nanlocator` command with CMake. The metadata is in pyproject.toml.
 
-The extension must be built against the Torch that it will run beside, so install with
+The extension must be built against the Torch that it will run with, so install with
     pip install . --no-build-isolation
 in the environment that has Torch.
 """
@@ -29,7 +29,8 @@ BUILD = Path("build") / "pip"  # relative: setuptools wants data files inside th
 
 
 def minor_of_torch() -> str | None:
-    """The "2.11" of what the extension is built against: it fits no other. None where nothing is built."""
+    """The "2.11" of the torch that the extension is built against: it fits no other. None if nothing is
+    built."""
     try:
         return ".".join(metadata.version("torch").split(".")[:2])
     except metadata.PackageNotFoundError:
@@ -45,7 +46,7 @@ class CMakeBuild(build_ext):
         if not shutil.which("cmake"):
             sys.exit("nanlocator is built with CMake 3.25 or newer, and there is no cmake on PATH")
         configure = [
-            "cmake", "--fresh", "-S", SOURCE, "-B", BUILD,  # the last one may have been for another Torch
+            "cmake", "--fresh", "-S", SOURCE, "-B", BUILD,  # the last build may have been for another Torch
             "-DCMAKE_BUILD_TYPE=Release",
             "-DCMAKE_UNITY_BUILD=ON",
             f"-DPython3_EXECUTABLE={sys.executable}",
@@ -69,11 +70,11 @@ class CMakeBuild(build_ext):
 
 
 class Project(Distribution):
-    # What setuptools asks for when it installs data files beside an editable package (editable_wheel.py).
+    # setuptools calls this when it installs data files beside an editable package (editable_wheel.py).
     has_data = Distribution.has_data_files
 
 
-# CMAKE_ARGS=-DNANLOCATOR_DEBUGGER=OFF leaves out the Python of that room, too.
+# CMAKE_ARGS=-DNANLOCATOR_DEBUGGER=OFF also leaves out that room's Python.
 left_out = re.findall(r"-DNANLOCATOR_(NETCHECK|DEBUGGER)=OFF", os.environ.get("CMAKE_ARGS", ""))
 
 torch = minor_of_torch()
@@ -89,7 +90,7 @@ setup(
     package_dir={"": "integrations"},
     py_modules=["nanlocator_autoload", "nanlocator_after_import"],
     package_data={"nanlocator": ["py.typed", "*.pyi", "calls/kernel_signatures.txt"]},
-    ext_modules=[Extension("nanlocator._C", sources=[])],  # makes the wheel one for this platform
+    ext_modules=[Extension("nanlocator._C", sources=[])],  # makes the wheel platform-specific
     distclass=Project,
     cmdclass={"build_ext": CMakeBuild},
     data_files=[("bin", [str(BUILD / "bin" / name) for name in ("nanlocator", "nanlocator-replay")])],

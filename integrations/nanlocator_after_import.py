@@ -1,5 +1,5 @@
-"""Calls a function with a module as soon as that has been loaded. Stands beside the package, because the
-package imports torch, and ``nanlocator_autoload`` waits for torch with it."""
+"""Calls a function with a module as soon as the module has been loaded. It is beside the package, because the
+package imports torch, and ``nanlocator_autoload`` uses this to wait for torch."""
 
 import importlib.abc
 import importlib.machinery
@@ -9,13 +9,13 @@ from types import ModuleType
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``actions[name](module)`` when the module of that name has been loaded, before anyone has it: at
-    once for those that are loaded already, when its import ends for one that is being loaded (a package that
-    imports torch). Finds no module by itself."""
+    """Calls ``actions[name](module)`` when the module of that name has been loaded, before its importers get
+    it: at once if it is loaded already, at the end of its import if that is running (a package that imports
+    torch). It finds no modules itself."""
 
     def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._actions = dict(actions)
-        self._asked = ""  # what the other finders are asked for: another one of these asks this one
+        self._asked = ""  # name requested from the other finders: another AfterImport asks this one
         for name in [name for name in self._actions if name in sys.modules]:
             _when_loaded(sys.modules[name], self._actions.pop(name))
         sys.meta_path.insert(0, self)
@@ -61,7 +61,7 @@ def _when_loaded(module: ModuleType, action: Callable[[ModuleType], None]) -> No
     kind = type(spec)
 
     class Loading(kind):  # type: ignore[misc, valid-type]  # a class that is known here only
-        """The import system's last word on a module (importlib/_bootstrap.py, _load_unlocked)."""
+        """The import system's last access to a loading module (importlib/_bootstrap.py, _load_unlocked)."""
 
         @property
         def _initializing(self) -> bool:
@@ -71,7 +71,7 @@ def _when_loaded(module: ModuleType, action: Callable[[ModuleType], None]) -> No
         def _initializing(self, value: bool) -> None:
             self.__class__ = kind  # type: ignore[assignment]  # what it was
             self._initializing = value
-            if sys.modules.get(module.__name__) is module:  # else its import has failed
+            if sys.modules.get(module.__name__) is module:  # otherwise its import has failed
                 action(module)
 
     spec.__class__ = Loading

@@ -1,7 +1,7 @@
-"""Attaches nanlocator to a process that was started with NANLOCATOR=1, as soon as it has imported torch.
+"""Attaches nanlocator to a process that was started with NANLOCATOR=1 as soon as it has imported torch.
 
-``nanlocator.pth`` imports this module at the interpreter's start, and only where the variable is set. It must
-not import torch, nor nanlocator, which does: most of the processes that inherit the variable train nothing.
+``nanlocator.pth`` imports this module at the interpreter's start, only if the variable is set. It must not
+import torch, or nanlocator, which imports torch: most processes that inherit the variable do not train.
 """
 
 import functools
@@ -13,7 +13,7 @@ from nanlocator_after_import import AfterImport
 
 @functools.cache
 def follow() -> None:
-    """Whatever this process trains. Once: in a virtual environment Python reads each .pth twice (site.venv,
+    """Attaches to this process. Runs once: in a virtual environment Python reads each .pth twice (site.venv,
     then site.main)."""
     AfterImport({"torch": _attach})
 
@@ -23,5 +23,5 @@ def _attach(_: ModuleType) -> None:
         from nanlocator import attach
 
         attach.follow_process()
-    except Exception as error:  # the script is not ours to end
+    except Exception as error:  # an error here must not end the script
         print(f"nanlocator: not attached: {error}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-# The types of the extension, in the order of integrations/bindings: mypy reads them in its place.
+# The types of the extension, in the order of integrations/bindings; mypy reads them instead of the extension.
 # tests/tools/test_types.py compares the two.
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ __version__: str
 
 class _Type(type): ...
 
-class _Bound(metaclass=_Type):  # pybind11's base class; raises where no constructor is bound
+class _Bound(metaclass=_Type):  # pybind11's base class; raises if no constructor is bound
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
 class Error(RuntimeError): ...

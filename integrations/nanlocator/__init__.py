@@ -12,7 +12,7 @@ import sys as _sys
 
 from nanlocator.calls.import_path import leave_out_current_folder as _leave_out_current_folder
 
-# `python -m` has put the current folder first on the import path, and that may have come with a bundle.
+# `python -m` has put the current folder first on the import path; it may have come with a bundle.
 if _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)].endswith("nanlocator.replay"):
     _leave_out_current_folder()
 
@@ -64,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "replay":  # a command by itself: python -m imports it under another name
+    if name == "replay":  # also a command: python -m imports it under another name
         import nanlocator.replay as module
 
         return module
@@ -72,5 +72,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The names that programs use. Rooms and the frameworks' packages are imported by their paths."""
+    """The public names. Rooms and the frameworks' packages are imported by their paths."""
     return [*__all__, "__version__", "replay"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from nanlocator.attach import follow_process
 from nanlocator.engine.launcher import check_script, make_parser, run_module, run_script, set_variables
 
-_INTEGRATION = "watch"  # which has all options
+_INTEGRATION = "watch"  # has all options
 _EXAMPLES = """\
 examples:
   python -m nanlocator train.py --lr 1e-4
@@ -21,8 +21,8 @@ variable, which holds 1 or 0 for those that are on or off. Under Megatron nanloc
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs what `arguments` (default: the command line) name. Whatever it raises, SystemExit too, passes
-    through; wrong use of the launcher exits with 2."""
+    """Runs the script that `arguments` name (default: the command line). The script's exceptions pass
+    through, SystemExit too; wrong use of the launcher exits with 2."""
     parser = make_parser(
         "python -m nanlocator",
         "Runs a training script, unedited, and finds where NaN and Inf in its gradients are born.",
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.module:
         check_script(parser, options.script)
     set_variables(options, _INTEGRATION)
-    os.environ["NANLOCATOR"] = "1"  # for the workers that the script starts
+    os.environ["NANLOCATOR"] = "1"  # for worker processes of the script
     follow_process()
     (run_module if options.module else run_script)(options.script, options.arguments)
     return 0

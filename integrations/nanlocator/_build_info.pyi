@@ -1,4 +1,4 @@
-# Of the file that CMake writes (integrations/CMakeLists.txt).
+# Types of the file that CMake writes (integrations/CMakeLists.txt).
 VERSION: str
 TORCH_VERSION: str
 PYTHON_VERSION: str

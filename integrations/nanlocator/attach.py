@@ -1,12 +1,12 @@
-"""Attaches ``watch`` to whatever a process trains, its script unedited.
+"""Attaches ``watch`` to the models that a process trains, without edits of its script.
 
     python -m nanlocator train.py ARGS...
     NANLOCATOR=1 torchrun --nproc-per-node 8 train.py ARGS...
 
-Optimizers are known from the moment they are made. When the first module is called that has their
-parameters, they and the modules that hold those parameters are watched. Under Megatron and DeepSpeed their
-own integrations are installed in place of this, and what a script sets up by itself (``LocatingOptimizer``,
-``watch``, the Trainer's callback) is left alone.
+It notes optimizers when they are constructed. At the first call of a module that has their parameters, it
+watches them and the modules that hold those parameters. For Megatron and DeepSpeed it installs their own
+integrations instead, and it does nothing if the script itself sets up ``LocatingOptimizer``, ``watch`` or the
+Trainer's callback.
 """
 
 import atexit
@@ -33,28 +33,28 @@ from nanlocator.loops.watch import Watch
 from nanlocator.megatron import scripts as megatron_scripts
 from nanlocator.sharding.pipelining import follow_steps, stages_of
 
-# Programs that start others, which inherit the variable.
+# Programs that start other processes, which inherit the variable.
 _STARTERS = ("torch.distributed", "accelerate.", "lightning.fabric", "ray.", "deepspeed.")
 
 
 @functools.cache
 def follow_process() -> "Attachment":
-    """Once per process."""
+    """Starts the attachment, once per process."""
     return Attachment()
 
 
 class Attachment:
     """Attributes:
-    watch: what is watched now; None before the first call of a module that is trained.
+    watch: the present watch; None before the first call of a module that is trained.
     """
 
     def __init__(self) -> None:
         self.watch: Watch | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that have none of their parameters
+        self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without their parameters
         self._has_seen_optimizer = False
         self._patches = Patches(__name__)
-        self._waiting = Patches(__name__)  # for a call of a module that an optimizer trains
+        self._waiting = Patches(__name__)  # waits for a call of a module that an optimizer trains
         self._is_waiting = False
         self._follow_new_optimizers()
         megatron_scripts.follow()
@@ -71,7 +71,7 @@ class Attachment:
         self._patches.wrap(points.OPTIMIZER_INIT, init)
 
     def _wait_for_call(self) -> None:
-        """Until a module is called that an optimizer trains."""
+        """Waits for a call of a module that an optimizer trains."""
         if self._is_waiting:
             return
         self._is_waiting = True
@@ -79,7 +79,7 @@ class Attachment:
         def around(original: Any) -> Any:
             def call(module: nn.Module, args: Any, kwargs: Any) -> Any:
                 if self._is_waiting and torch.is_grad_enabled() and self._attach_to(module):
-                    return nn.Module.__call__(module, *args, **kwargs)  # which the recorder follows now
+                    return nn.Module.__call__(module, *args, **kwargs)  # the recorder has wrapped it now
                 return original(module, *args, **kwargs)
 
             return call
@@ -88,14 +88,14 @@ class Attachment:
             if self._is_waiting and torch.is_grad_enabled():
                 for stage in stages_of(schedule):
                     if self._attach_to(stage.submod):
-                        return schedule.step(*args, **kwargs)  # which the watch follows now
+                        return schedule.step(*args, **kwargs)  # the watch has wrapped it now
             return original(schedule, *args, **kwargs)
 
         self._waiting.wrap(points.MODULE_CALL, around)
         follow_steps(self._waiting, step)
 
     def _attach_to(self, module: nn.Module) -> bool:
-        """Whether it is watched from now on."""
+        """Returns whether the module is watched from now on."""
         if module in self._others:
             return False
         optimizers = [each for each in self._optimizers if not isinstance(each, LocatingOptimizer)]
@@ -106,8 +106,8 @@ class Attachment:
         self._is_waiting = False
         self._waiting.remove()
         if Driver.number_made > (self.watch is not None):
-            return False  # the script scans by itself
-        if self.watch is not None:  # an optimizer was made since
+            return False  # the script has its own scan
+        if self.watch is not None:  # another optimizer was constructed since
             self.watch.remove()
         models = _roots_of(trained)
         try:
@@ -145,8 +145,8 @@ def _say(text: str) -> None:
 
 
 def _roots_of(trained: set[torch.Tensor]) -> dict[str, nn.Module]:
-    """The outermost modules of this process that hold these parameters, as few as will do, each with its
-    class for a name where there are several."""
+    """The outermost modules of this process that hold these parameters, as few as possible; with several,
+    each is named by its class."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     children = {id(child) for each in modules for child in each.__dict__.get("_modules", {}).values()}
     roots = [each for each in modules if id(each) not in children and "_parameters" in each.__dict__]

@@ -1,6 +1,6 @@
 """Installs nanlocator on the engines that a script makes with ``deepspeed.initialize``.
 
-Nothing of DeepSpeed is imported here, as ``nanlocator.deepspeed`` does: most programs have none.
+Unlike ``nanlocator.deepspeed``, this does not import DeepSpeed, which most programs do not have.
 """
 
 import functools

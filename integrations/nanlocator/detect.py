@@ -10,20 +10,20 @@ from nanlocator import _C
 def detect(
     tensor: "torch.Tensor | None", name: str = "tensor", *, raise_error: bool = False, backward: bool = False
 ) -> bool:
-    """Tells whether ``tensor`` holds a NaN or Inf, and prints one line to stderr where it does.
+    """Returns whether ``tensor`` holds a NaN or Inf, and prints one line to stderr if it does.
 
         hidden = self.mlp(hidden)
         nanlocator.detect(hidden, "after the MLP")
 
-    Any device and dtype; None, integers and empty tensors are fine. The tensor is not changed, and nothing
-    is recorded by autograd. Waits for the device: for a few places, while looking for something; training
-    is watched without waiting by :class:`LocatingOptimizer`.
+    Any device and dtype; None, integers and empty tensors are fine. The tensor is not changed, and autograd
+    records nothing. Waits for the device, so use it in a few places while debugging;
+    :class:`LocatingOptimizer` watches training without such waits.
 
     Args:
         name: printed with the finding.
-        raise_error: raise FloatingPointError with that line in place of printing it.
+        raise_error: raise FloatingPointError with that line instead of printing it.
         backward: also scan the gradient of ``tensor`` when backward computes it (the gradient of the
-            whole loss, summed over everything that uses ``tensor``).
+            whole loss, summed over all uses of ``tensor``).
     """
     if tensor is None:
         return False
@@ -44,14 +44,14 @@ def _scan(tensor: torch.Tensor, name: str, raise_error: bool, module: str | None
 
 
 def _scan_gradient(tensor: torch.Tensor, name: str, raise_error: bool) -> None:
-    module = _C.current_module()  # of the forward: backward runs outside any
+    module = _C.current_module()  # the forward's: backward runs outside of modules
 
     def scan(gradients: tuple[torch.Tensor | None, ...]) -> None:
         gradient = gradients[output]
         if gradient is not None:
             _scan(gradient, f"gradient of {name}", raise_error, module)
 
-    if tensor.grad_fn is None:  # a leaf: its node is made when it is first used
+    if tensor.grad_fn is None:  # a leaf: its node is created at the first use
         tensor.register_hook(lambda g: scan((g,)))
         output = 0
     else:
@@ -63,7 +63,7 @@ def _describe(tensor: torch.Tensor, stats: _C.TensorStats, name: str, module: st
     counts = {"NaN": stats.nan, "+Inf": stats.pos_inf, "-Inf": stats.neg_inf}
     counted = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     shape = list(tensor.shape)
-    has_parts = tensor.is_complex()  # counted singly, as one more dimension
+    has_parts = tensor.is_complex()  # parts are counted singly, as one more dimension
     sizes = [*shape, 2] if has_parts else shape
     where = f"first bad element {_unravel(stats.first_bad, sizes)}"
     if tensor.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""Bundles executed again: ``run`` for the operator call, ``load`` for the module call around it.
+"""Executes bundles again: ``run`` for the operator call, ``load`` for the module call around it.
 
     report = nanlocator.replay.run("nanlocator_run/a0/bundles/step12-...")
     print(report["conclusion"], *report["sentences"], sep="\\n")
@@ -7,14 +7,14 @@
     again = call.bind(MyAttention(config))()      # the recorded weights and inputs, backward included
     again.outputs, again.grad_inputs
 
-On the command line ``python -m nanlocator.replay BUNDLE`` does what ``nanlocator replay BUNDLE`` does.
+On the command line, ``python -m nanlocator.replay BUNDLE`` equals ``nanlocator replay BUNDLE``.
 """
 
 import sys
 
 from nanlocator.calls.import_path import leave_out_current_folder
 
-if __name__ == "__main__":  # the package does it for python -m, unless something has imported that before
+if __name__ == "__main__":  # the package handles python -m, unless other code has imported it before
     leave_out_current_folder()
 
 from nanlocator.calls.replay import (
