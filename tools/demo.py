@@ -28,9 +28,9 @@ import time
 from importlib.metadata import version
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LAYERS = 4  # divisible into 1, 2 or 4 pipeline stages, as the heads are among tensor-parallel ranks
+LAYERS = 4  # divisible into 1, 2 or 4 pipeline stages; so are the heads among tensor-parallel ranks
 
-# The faults of examples/megatron_gpt/faults.py as the demonstration describes them, and whether nanlocator
+# The faults of examples/megatron_gpt/faults.py with the demonstration's descriptions, and whether nanlocator
 # must also scan parameters to find them.
 FAULTS = {
     "forward_operator": "log of a negative number in an MLP, in forward, on one tensor-parallel rank",
@@ -123,7 +123,7 @@ class Demonstration:
         )
 
     def healthy(self) -> bool:
-        """Runs the same training twice. True: all bits are equal and nothing was found."""
+        """Runs the same training twice. Returns whether all bits are equal and nothing was found."""
         print(self.screen.title("\nWithout nanlocator"))
         without = self.train("without", self.arguments.steps)
         print(self.screen.title("\nWith nanlocator"))
@@ -180,7 +180,7 @@ class Demonstration:
         return is_as_promised
 
     def replay(self, ranks: list[dict]) -> None:
-        """Executes the origin's operator again on its own, from the failing step's bundle on disk."""
+        """Executes the origin's operator again, alone, from the failing step's bundle on disk."""
         bundles = [origin["bundle"] for origin in ranks[0]["error"]["verdict"]["origins"] if origin["bundle"]]
         if not bundles:
             return
@@ -206,7 +206,7 @@ class Demonstration:
 
     def train(self, name: str, steps: int, faults=(), nanlocator=None) -> list[dict]:
         """Runs one scenario with a line of progress and returns its per-rank results. Without faults, all
-        must succeed."""
+        ranks must succeed."""
         scenario = {
             "name": name,
             "ranks": self.ranks,
@@ -242,7 +242,7 @@ class Demonstration:
         )
 
     def check(self, without: list[dict], with_it: list[dict], step: int, planted: list[dict]) -> bool:
-        """Compares the verdict with the planted fault, and the weights with those before the step."""
+        """Compares the verdict with the planted fault, and the weights with those from before the step."""
         print(self.screen.title("Is that so?"))
         verdict = with_it[0]["error"]["verdict"]
         kinds = {(rank["error"] or {}).get("type") for rank in with_it}
@@ -257,7 +257,7 @@ class Demonstration:
             before = [rank["records"][step - 2]["weights_sha256"] for rank in without]
             now = [rank["fingerprints"]["weights"] for rank in with_it]
             good &= self.verify(before == now, "every weight on every rank is bit for bit as before the step")
-        # A loss of 0/0 is planted on a whole replica.
+        # A loss of 0/0 is planted on all ranks of a replica.
         fact = min(planted, key=lambda fact: fact["rank"] != self.arguments.rank)
         origins = verdict["origins"]
         named_ranks = {rank for origin in origins for rank in origin["candidates"]}

@@ -1,4 +1,4 @@
-"""What a machine without network lacks for tools/gpu: python gpu_pack.py FOLDER."""
+"""Packs the files for tools/gpu that a machine without network lacks: python gpu_pack.py FOLDER."""
 
 import shutil
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def pack(folder: Path) -> None:
-    """Headers, CMake packages and static libraries of this system; nlohmann_json and Megatron-Core of this
+    """Headers, CMake packages and static libraries of this system; nlohmann_json and Megatron-Core from this
     Python."""
     include, site = folder / "dev" / "usr" / "include", folder / "site"
     folder.mkdir(parents=True, exist_ok=True)
