@@ -1,4 +1,4 @@
-"""Two runs, field by field and bit by bit; and the run that others are compared with."""
+"""Compares two runs, field by field and bit by bit; also has the reference run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _references: dict[str, list[dict]] = {}
 
 
 def train(pool, name, layout, preparations=(), faults=(), steps=STEPS, **nanlocator):
-    """`steps` steps of `layout` (a test_matrix.Layout), with dropout. `nanlocator`: options of install; none:
-    a run without it."""
+    """Trains `steps` steps of `layout` (a test_matrix.Layout), with dropout. `nanlocator`: options of
+    install; none: a run without it."""
     return pool.run(
         {
             "name": name,
@@ -37,7 +37,8 @@ def without_nanlocator(pool, layout, steps=STEPS, preparations=()) -> list[dict]
 
 
 def differences(ours: list[dict], reference: list[dict]) -> dict[str, list[str]]:
-    """What differs on any rank, fields of each step's record and fingerprints at the end: {field: where}."""
+    """Differences on any rank between fields of each step's record and fingerprints at the end: {field:
+    location}."""
     found: dict[str, list[str]] = {}
 
     def compare(field: str, place: str, value: object, expected: object) -> None:
@@ -56,7 +57,7 @@ def differences(ours: list[dict], reference: list[dict]) -> dict[str, list[str]]
 
 
 def passes_of(rank, layout):
-    """How often each step of the run was executed (preparation note_each_forward)."""
+    """Number of executions of each step of the run (preparation note_each_forward)."""
     forwards = layout.training["num_microbatches"] * (layout.training.get("vp") or 1)
     passes = []
     for record in rank["records"]:

@@ -1,4 +1,4 @@
-"""One pool of forked ranks for all tests of this folder; a clear word where `nanlocator` is not built."""
+"""One pool of forked ranks for all tests of this folder; a clear error if `nanlocator` is not built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory):
-    """A ScenarioPool; `environment` is what its ranks get beside this process's."""
+    """A ScenarioPool; `environment` is added to the ranks' environment."""
     environment = {"PYTHONWARNINGS": "ignore"}
     built = ROOT / "build" / "release" / "python"
     is_importable = importlib.util.find_spec("nanlocator") is not None

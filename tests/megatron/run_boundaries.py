@@ -1,9 +1,9 @@
-"""Runs scenarios with `boundaries` alone, no locator around it.
+"""Runs scenarios with `boundaries` alone, without a locator.
 
     export PYTHONPATH=$PYTHONPATH:examples/megatron_gpt OMP_NUM_THREADS=1
     python tests/megatron/run_boundaries.py scenarios.json --output DIR
 
-As run_scenarios.py, but a scenario's `nanlocator` is not read, its `faults` are the plants below, and each
+Like run_scenarios.py, but a scenario's `nanlocator` is not read, its `faults` are the plants below, and each
 rank{N}.json also has `crossings` and `coverage` (one list per iteration) and `is_restored`.
 """
 
@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import Backend, ProcessGroup, Work
 
 
 def nan_in_module_input(trainer: Trainer, fault: dict) -> None:
-    """The input of a row-parallel layer: what its matrix product puts into the all-reduce is bad."""
+    """The input of a row-parallel layer, so that its matrix product puts a bad value into the all-reduce."""
 
     def before(_, arguments):
         if _is_now(trainer, fault):
@@ -40,7 +40,7 @@ def nan_in_module_input(trainer: Trainer, fault: dict) -> None:
 
 
 def nan_in_gradient_of_output(trainer: Trainer, fault: dict) -> None:
-    """The gradient that enters a column-parallel layer's backward, which all-reduces what it computes."""
+    """The gradient that enters a column-parallel layer's backward, which all-reduces its result."""
 
     def poison(gradient):
         trainer.planted.append(fault)
@@ -56,8 +56,8 @@ def nan_in_gradient_of_output(trainer: Trainer, fault: dict) -> None:
 
 
 def collectives_of_its_own(trainer: Trainer, fault: dict) -> None:
-    """Every rank sums a NaN that has no part in training, asynchronously: in the iteration it asks until the
-    sum is there, and in the next one it never does."""
+    """Every rank sums a NaN outside of training, asynchronously: in the given iteration it polls until the
+    sum is complete, in the next one it never does."""
 
     def before(*_):
         if trainer.microbatch != fault["microbatch"] or trainer.iteration < fault["iteration"]:
@@ -74,7 +74,7 @@ def collectives_of_its_own(trainer: Trainer, fault: dict) -> None:
 
 
 class _CorruptsOnArrival:
-    """A receive whose memory is damaged between the wire and the one who waits for it."""
+    """A receive whose memory is damaged between arrival and wait."""
 
     def __init__(self, work, corrupt) -> None:
         self._work, self._corrupt = work, corrupt
@@ -86,7 +86,7 @@ class _CorruptsOnArrival:
 
 
 def corrupted_receive(trainer: Trainer, fault: dict) -> None:
-    """`number`: of the messages that this rank receives in the iteration."""
+    """`number`: index among the messages that this rank receives in the iteration."""
     inner = ProcessGroup.recv
     received = {"iteration": 0, "count": 0}
 
@@ -108,7 +108,7 @@ def corrupted_receive(trainer: Trainer, fault: dict) -> None:
 
 
 class _Together:
-    """The one Work that NCCL gives for all messages of a batch."""
+    """A single Work for all messages of a batch, as in NCCL."""
 
     def __init__(self, works) -> None:
         self._works = works
@@ -123,7 +123,7 @@ class _NotStarted:
 
 
 def coalesced_messages(_trainer: Trainer, _fault: dict) -> None:
-    """Batched messages as NCCL does them: none starts before _end_coalescing, whose Work is all there is."""
+    """Batched messages as in NCCL: none starts before _end_coalescing, which returns the only Work."""
     send, recv = ProcessGroup.send, ProcessGroup.recv
     batches: dict[int, list] = {}
 
@@ -170,7 +170,7 @@ PLANTS = {
 
 
 class WatchedSchedule:
-    """Stands for the schedule's function of each step."""
+    """Replaces the schedule's function of each step."""
 
     def __init__(self, trainer: Trainer, schedule) -> None:
         from nanlocator.hooks.patches import Patches
@@ -245,7 +245,7 @@ def run_rank(scenario: Scenario, directory: pathlib.Path) -> dict:
 
 
 def _methods_of_process_group() -> dict:
-    """What the class itself holds: getattr would bind or unwrap it."""
+    """The class's own attributes: getattr would bind or unwrap them."""
     return dict(vars(ProcessGroup))
 
 

@@ -1,5 +1,5 @@
-"""What crosses ranks in real Megatron-Core: everything is counted alike on both sides, and a NaN is seen
-first where it left a rank, in the right module and microbatch. (test_healthy.py: that nothing is changed.)
+"""Crossings in real Megatron-Core: both sides count the same, and a NaN is first seen where it left a rank,
+in the right module and microbatch. (test_healthy.py checks that results do not change.)
 
 All scenarios run `boundaries` alone (run_boundaries.py), in one process that forks their ranks.
 """
@@ -53,7 +53,7 @@ FAULTS = {
     "forward_in_a_row_parallel_layer": (
         4,
         {"tp": 2, "pp": 2},
-        # Rank 2: tp 0 of the second stage, where layer 3 is the second one.
+        # Rank 2: tp 0 of the second stage, whose second layer is layer 3.
         {
             "plant": "nan_in_module_input",
             "rank": 2,
@@ -116,7 +116,7 @@ FAULTS = {
             "module": "mlp.linear_fc2",
         },
     ),
-    # 1F1B with 2 stages: stage 1 receives activations only, stage 0 gradients only.
+    # 1F1B with 2 stages: stage 1 receives only activations, stage 0 only gradients.
     "activation_corrupted_on_arrival": (
         2,
         {"pp": 2},
@@ -229,8 +229,8 @@ def _count(result, step=1, **wanted):
 
 def test_every_all_reduce_of_a_tensor_parallel_pass_is_counted(runs):
     # Per layer: the outputs of the projection and of fc2, and in backward the inputs' gradients of the
-    # attention and of fc1. Beside them: the embedding, three in the loss (maximum, the label's logit, sum),
-    # and the gradient of the output layer's input.
+    # attention and of fc1. Also: the embedding, three in the loss (maximum, the label's logit, sum), and the
+    # gradient of the output layer's input.
     per_microbatch = 4 * LAYERS + 1 + 3 + 1
     for rank in runs["tp2"]:
         assert _count(rank, group="tp") == per_microbatch * MICROBATCHES
@@ -255,11 +255,11 @@ def test_every_message_of_a_pipeline_is_counted(runs):
         last = len(ranks) - 1
         chunks = 2 if "vp2" in name else 1
         for rank in range(last):
-            # Forward of each chunk to the next stage; backward the other way.
+            # Each chunk's forward sends to the next stage; backward the other way.
             for sender, peer in ((rank, rank + 1), (rank + 1, rank)):
                 sent = _count(ranks[sender], group="pp", peer=peer, role="sent")
                 assert sent == MICROBATCHES * chunks, (name, sender, peer)
-    # From the last stage to the first, where the next chunk is, and its gradients back.
+    # From the last stage to the first, which has the next chunk, and its gradients back.
     assert _count(runs["pp4_vp2"][3], group="pp", peer=0, role="sent") == MICROBATCHES
     assert _count(runs["pp4_vp2"][0], group="pp", peer=3, role="sent") == MICROBATCHES
     # Two stages are each other's next and previous one; half of the messages go by the group of all ranks.
@@ -278,7 +278,7 @@ def test_tied_embeddings_and_sequence_parallel_norms_are_crossings_too(runs):
 
 
 def _first_bad(result):
-    """The bad crossings up to the end of the first one, on this rank."""
+    """The bad crossings on this rank up to the end of the first one."""
     seen = result["crossings"][1]
     if not seen:
         return []
@@ -311,7 +311,7 @@ def test_a_nan_of_one_rank_is_sent_by_it_alone_and_received_by_all_its_members(r
         assert {s["role"] for s in first} == {"received"}
         for key in ("group", "members", "sequence", "module", "microbatch", "phase", "op"):
             assert first[0][key] == sent[key], key
-    if "sequence" not in name:  # a reduce-scatter brings the bad row to the one rank whose it is
+    if "sequence" not in name:  # a reduce-scatter sends the bad row only to its owner
         assert [s["role"] for s in received] == ["received"]
         assert sent["op"] == "c10d::allreduce_"
 
@@ -343,7 +343,7 @@ def test_a_nan_of_one_rank_in_backward_is_sent_by_it_alone_in_the_module_of_the_
     assert only["role"] == "received"
     assert only["sequence"] == sent["sequence"]
     assert only["module"] == sent["module"]
-    # It was born on the first stage, in backward: the last one never sees it.
+    # It was born on the first stage, in backward: the last stage never sees it.
     for rank in run:
         if rank["coordinates"]["pp"] == 1:
             assert rank["crossings"][1] == []
@@ -367,7 +367,7 @@ def test_a_message_that_is_corrupted_on_arrival_was_sent_finite(runs, name, phas
     assert received["peer"] == sender
     assert (received["phase"], received["microbatch"], received["chunk"]) == (phase, microbatch, chunk)
     assert received["module"] == ""
-    # The sender scanned that very message, and found nothing.
+    # The sender scanned this message, and found nothing.
     sent = _count(run[sender], group="pp", peer=fault["rank"], role="sent")
     assert sent > received["sequence"]
     for sighting in run[sender]["crossings"][1]:
@@ -405,9 +405,9 @@ def test_an_asynchronous_collective_is_seen_when_it_is_known_to_be_complete_and_
         # A forward pre-hook of linear_fc2 made it: before the module's own forward.
         assert {s["module"] for s in first} == {"decoder.layers.0"}
         assert _count(rank, step=1, group="tp") == per_microbatch * MICROBATCHES + 1
-        # Nobody waited for the second one. What came after it was scanned, but the count stops there.
+        # No rank waited for the second one. Later crossings were scanned, but the count stops there.
         assert [s["role"] for s in second] == ["sent"]
-        backward = per_microbatch - (2 * LAYERS + 1 + 3)  # of microbatch 0, which comes before
+        backward = per_microbatch - (2 * LAYERS + 1 + 3)  # of microbatch 0, before it
         assert second[0]["sequence"] == before + backward
         assert _count(rank, step=2, group="tp") == before + backward
 

@@ -1,5 +1,5 @@
 """Megatron's fused functions compiled by torch.compile, as its `jit_fuser` does: each fault keeps its
-verdict, and the re-run has executed them eagerly, too."""
+verdict, and the re-run also executed them eagerly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from test_matrix import Layout, run_incidents
 pytestmark = [pytest.mark.megatron, pytest.mark.compiles, pytest.mark.usefixtures("nanlocator_is_built")]
 
 LAYOUT = Layout(2, {"tp": 2, "bias_fusions": True})
-# A fault in the MLP would take the fusion's place.
+# A fault in the MLP would replace the fusion.
 AT = {"rank": 1, "layer": 1, "microbatch": 1, "region": "attention"}
 FAULTS = [
     {"name": "forward_operator", "kind": "softmax"} | AT,

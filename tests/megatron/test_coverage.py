@@ -1,5 +1,5 @@
-"""What nanlocator cannot scan, on real Megatron-Core and gloo: parameters without memory of their own,
-bytes that cross ranks, exchanges by other ways, a graph of the whole iteration. Two ranks."""
+"""What nanlocator cannot scan on real Megatron-Core and gloo: parameters without their own memory, exchanged
+bytes, exchanges outside of ProcessGroup, a CUDA graph of the whole iteration. Two ranks."""
 
 import json
 import math
@@ -85,7 +85,7 @@ def test_a_weight_that_nothing_can_dequantise_is_no_error_and_not_covered():
         assert any("not scanned" in note and WEIGHT in note for note in notes)
 
 
-# ---- what crosses and cannot be scanned ----
+# ---- crossings that cannot be scanned ----
 
 
 def gather_bytes(x, group):
@@ -170,7 +170,7 @@ def test_a_graph_of_the_whole_iteration_is_refused_with_what_to_do_and_graphs_of
 
 
 def with_graph_of_a_layer(rank, world_size):
-    """Its replays are a stand-in's: they call the layer, and are counted."""
+    """A stand-in replays the graph: it calls the layer and counts."""
     trainer = make_trainer(tp=2)
     layer = trainer.model_chunks[0].module.decoder.layers[1]
     replays = []
@@ -198,7 +198,7 @@ def test_a_layer_that_runs_from_a_graph_is_executed_again_without_it():
 
 
 def phrases_about_operators(rank, world_size):
-    """By whether a step may be executed again."""
+    """Keys: whether a step may be executed again."""
     from nanlocator.megatron import configuration
 
     trainer = make_trainer()

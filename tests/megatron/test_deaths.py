@@ -1,6 +1,6 @@
 """A rank is killed: the others end within the deadline, and a verdict on disk names the silent rank.
 
-NANLOCATOR_TEST_REPETITIONS (default 1): how often each place is tried.
+NANLOCATOR_TEST_REPETITIONS (default 1): number of trials of each place.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from test_matrix import CONTEXT, FULLY_SHARDED, SMALL
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
 DEADLINE = 4.0  # gather_deadline
-# A silent rank is noticed after half the deadline; rank 0's verdict is waited for one and a half, and the
-# barrier before the error leaves for one. The rest is for the start and for a busy machine.
+# Half the deadline to notice a silent rank, one and a half to wait for rank 0's verdict, one for the barrier
+# before the error. The rest is for the start and for a busy machine.
 PATIENCE = 3 * DEADLINE + 14.0
 ITERATION = 2
 REPETITIONS = int(os.environ.get("NANLOCATOR_TEST_REPETITIONS", "1"))
-LAYOUTS = {  # ranks, training, who is killed, who plants the fault
+LAYOUTS = {  # ranks, training, the killed rank, the rank with the fault
     "pp2": (2, {"pp": 2}, 1, 0),
     "tp2_pp2": (4, {"tp": 2, "pp": 2}, 0, 3),
     "megatron_fsdp": (2, FULLY_SHARDED, 1, 0),
@@ -32,7 +32,7 @@ LAYOUTS = {  # ranks, training, who is killed, who plants the fault
 
 PLACES = ["forward", "before_flag", "repeat", "gathering"]
 USUAL = {("pp2", where) for where in PLACES} | {
-    ("tp2_pp2", "forward"),  # of the rank that merges
+    ("tp2_pp2", "forward"),  # on the merging rank
     ("tp2_pp2", "gathering"),
     ("megatron_fsdp", "before_flag"),
     ("context_parallel", "repeat"),
@@ -50,7 +50,7 @@ USUAL = {("pp2", where) for where in PLACES} | {
 def test_the_survivors_of_a_killed_rank_name_it_on_disk(pool, where, layout, repetition):
     ranks, training, victim, other = LAYOUTS[layout]
     faults = [{"name": "killed", "rank": victim, "iteration": ITERATION, "where": where}]
-    if where in ("repeat", "gathering"):  # which need a finding
+    if where in ("repeat", "gathering"):  # these need a finding
         faults.append(bad_gradient(other))
     outcome = pool.run(
         {
@@ -73,12 +73,12 @@ def test_the_survivors_of_a_killed_rank_name_it_on_disk(pool, where, layout, rep
     status = json.loads((directory / "status.json").read_text())
     assert status["silent_ranks"] == [victim]
     verdict = json.loads((directory / "verdict.json").read_text())
-    if where in ("repeat", "gathering"):  # what it had seen had come before it was killed
+    if where in ("repeat", "gathering"):  # its findings were published before it was killed
         assert verdict["silent_ranks"] in ([], [victim])
     else:
         assert verdict["silent_ranks"] == [victim]
     assert any(f"rank {victim} " in note for note in verdict["notes"]), verdict["notes"]
-    if where in ("repeat", "gathering"):  # what had been found is not lost
+    if where in ("repeat", "gathering"):  # earlier findings are kept
         verdicts = [json.loads(path.read_text()) for path in directory.glob("verdict*.json")]
         origins = [origin for verdict in verdicts for origin in verdict["origins"]]
         assert other in {rank for origin in origins for rank in origin["candidates"]}

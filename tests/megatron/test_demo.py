@@ -1,4 +1,4 @@
-"""tools/demo keeps its promises, and offers every fault that there is."""
+"""tools/demo shows what it promises, and offers every fault."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A run whose learning rate grows until it overflows is told as a divergence, one whose learning rate is
-wrong by many orders of magnitude from one step to the next is not."""
+"""A run whose learning rate grows until it overflows is reported as a divergence; one whose learning rate
+jumps by many orders of magnitude between two steps is not."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def histories_of(ranks):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_that_climb_over_steps_until_they_overflow_are_a_divergence(pool, layout):
-    # A larger factor lets one step grow a million times, which is a jump: the data, and with them the path,
-    # are another with each version of Python.
+    # With a larger factor a single step grows a million times, which is a jump. The data, and so the path,
+    # differ between versions of Python.
     verdict, _ = stopped(pool, f"climb_{layout}", layout, iteration=2, factor=4.0)
     causes = [origin["cause"] for origin in verdict["origins"]]
     assert causes
@@ -65,7 +65,7 @@ def test_a_learning_rate_that_is_wrong_once_is_no_divergence(pool):
 
 
 def test_the_norms_in_the_histories_are_those_that_megatron_computed(pool):
-    # Two stages and no replica: every parameter is on one rank, and its gradient is the optimizer's.
+    # Two stages and one replica: every parameter is on one rank, and its gradient is the optimizer's.
     verdict, ranks = stopped(pool, "norms", "pp2", iteration=2, factor=4.0)
     histories = list(histories_of(ranks))
     assert len(histories) == 2

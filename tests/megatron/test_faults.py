@@ -1,7 +1,7 @@
-"""Planted faults on TP2 x PP2 x DP2 beside those of test_matrix.py: single places, several at once, and what
-gradients alone can tell.
+"""Planted faults on TP2 x PP2 x DP2 beside those of test_matrix.py: single places, several at once, and
+conclusions from gradients alone.
 
-The truth is what the fault wrote down when it acted (`planted`), never the verdict. Megatron's ranks:
+The truth is the fault's own record of its action (`planted`), never the verdict. Megatron's ranks:
     dp0: 0 1 (stage 0, tp 0 and 1), 4 5 (stage 1)        dp1: 2 3 (stage 0), 6 7 (stage 1)
 """
 
@@ -53,8 +53,8 @@ def run(pool, faults, *, steps=3, training=None, undo_faults=False, **nanlocator
 
 
 def stopped(pool, faults, **options):
-    """Runs into the fault under policy stop. The verdict, after checking that all ranks raised this one in
-    the planted step, and the ranks' results."""
+    """Runs into the fault under policy stop. Checks that all ranks raised the same verdict in the planted
+    step; returns it and the ranks' results."""
     outcome = run(pool, faults, **options)
     ranks = outcome.require_results()
     iteration = faults[0]["iteration"]
@@ -85,7 +85,7 @@ def the_origin(verdict):
 
 
 def names_exactly(origin, fact):
-    """Rank, phase, parameter and element of the origin are those that were planted."""
+    """Rank, phase, parameter and element of the origin are the planted ones."""
     assert origin["candidates"] == [fact["rank"]]
     assert origin["coordinates"]["rank"] == fact["rank"]
     for axis in ("tp", "pp", "dp"):
@@ -108,7 +108,8 @@ def facts_of(origin, kind):
 
 
 def test_a_collective_that_gave_one_rank_another_sum_is_suspected_before_the_operator_it_reached(pool):
-    # log(0) in Megatron's own vocabulary-parallel cross-entropy, in every pass: nothing is wrong with it.
+    # log(0) in Megatron's own vocabulary-parallel cross-entropy, in every pass; the operator itself is
+    # correct.
     fault = {"name": "vocabulary_parallel_sum", "rank": 5, "iteration": 2}
     verdict, ranks = stopped(pool, [fault])
     assert [fact["pass_number"] for fact in ranks[5]["planted"]] == [1, 2, 3, 4]
@@ -169,7 +170,7 @@ def test_a_fault_in_the_first_step_is_named_as_well(pool):
     ],
 )
 def test_every_parameter_is_named_when_its_gradient_goes_bad(pool, configuration, rank):
-    """One run: in each iteration another parameter of `rank` gets a bad element; the step is undone."""
+    """One run: each iteration puts a bad element into another parameter of `rank`; the step is undone."""
     parameters = known_parameters(pool)[rank]
     values = itertools.cycle([math.nan, math.inf, -math.inf])
     faults = [
@@ -183,7 +184,7 @@ def test_every_parameter_is_named_when_its_gradient_goes_bad(pool, configuration
         }
         for number, (name, shape) in enumerate(parameters.items())
     ]
-    assert len(faults) <= 16  # so many findings of a run are gathered
+    assert len(faults) <= 16  # limit of findings gathered in a run
     outcome = run(
         pool,
         faults,
@@ -206,7 +207,7 @@ _parameters: list[dict] = []
 
 
 def known_parameters(pool):
-    """Of each rank, from a run without nanlocator: {name: shape}."""
+    """For each rank, from a run without nanlocator: {name: shape}."""
     if not _parameters:
         scenario = {"name": "parameters", "ranks": 8, "steps": 1, "training": GRID | LAYER_PER_STAGE}
         _parameters.extend(rank["parameters"] for rank in pool.run(scenario).require_success())
@@ -215,7 +216,7 @@ def known_parameters(pool):
 
 def test_gradients_alone_narrow_a_nan_born_in_forward_to_its_replica(pool):
     # It has crossed the tensor-parallel all-reduce and the pipeline before any gradient exists: gradients
-    # alone can name the replica, and must not pretend to know the rank.
+    # alone can name the replica, and must not claim to know the rank.
     fault = {"name": "forward_operator", "rank": 6, "iteration": 2, "layer": 2}
     verdict, ranks = stopped(pool, [fault], **GRADIENTS_ALONE)
     assert ranks[6]["planted"]
@@ -228,7 +229,7 @@ def test_gradients_alone_narrow_a_nan_born_in_forward_to_its_replica(pool):
 
 def test_gradients_alone_name_the_rank_of_a_nan_born_in_backward_inside_a_tensor_parallel_region(pool):
     # After the all-reduce of the input's gradient both tensor-parallel ranks are bad; before it, in the
-    # gradient of linear_fc1, only the guilty one. Layer 3 and the head have finite gradients.
+    # gradient of linear_fc1, only the faulty one. Layer 3 and the head have finite gradients.
     fault = {"name": "backward_operator", "rank": 7, "iteration": 2, "layer": 2}
     verdict, ranks = stopped(pool, [fault], **GRADIENTS_ALONE)
     origin = the_origin(verdict)
@@ -315,7 +316,7 @@ def test_a_nan_that_only_the_recomputed_forward_has_is_not_blamed_on_the_first_o
 
 
 def test_opposite_infinities_on_two_replicas_are_both_named(pool):
-    # Their sum is a NaN that was on neither rank.
+    # Their sum is a NaN, but neither rank had one.
     common = {
         "name": "main_grad_element",
         "iteration": 2,
@@ -332,7 +333,7 @@ def test_opposite_infinities_on_two_replicas_are_both_named(pool):
 
 
 def test_under_torchrun_all_ranks_stop_and_end_by_themselves(tmp_path):
-    # Real interpreters with their own start and finalisation, which the forked ranks of `pool` do without.
+    # Real interpreters with their own start and finalisation, unlike the forked ranks of `pool`.
     arguments = (
         "--hidden 32 --sequence 16 --steps 3 --nanlocator --fault main_grad_element rank=1 iteration=2"
     )

@@ -1,5 +1,5 @@
-"""A watch that sees nothing says so after the first step, and a healthy one says nothing: real Megatron-Core,
-two to four ranks of gloo."""
+"""A watch that sees nothing reports that after the first step, and a healthy one reports nothing: real
+Megatron-Core, two to four ranks of gloo."""
 
 import json
 from functools import partial
@@ -17,7 +17,7 @@ SAID = "not seen in the first step, though it must have happened"
 
 
 def first_steps(rank, world_size, training, blind=None, fault=None):
-    """What was said in two steps; `blind` makes nanlocator miss something, `fault` spoils the second one."""
+    """The reports of two steps; `blind` makes nanlocator miss something, `fault` spoils the second step."""
     import contextlib
     import io
 
@@ -92,7 +92,7 @@ def test_in_a_healthy_step_nothing_is_missed_and_the_process_is_left_as_it_was(l
 
 
 def hide(names, trainer):
-    """As a torch whose distributed functions call other methods of ProcessGroup than those that are known."""
+    """Imitates a torch whose distributed functions call unknown methods of ProcessGroup."""
     from nanlocator.exchange import boundaries
 
     for name in names:
@@ -100,7 +100,7 @@ def hide(names, trainer):
 
 
 def without_the_hook_of_the_first_bucket(trainer):
-    """As a Megatron-Core that starts the reduction under another name."""
+    """Imitates a Megatron-Core that starts the reduction under another name."""
     group = trainer.bucket_groups()[0]
     start = type(group).start_grad_sync
     finish = type(group).finish_grad_sync

@@ -1,8 +1,8 @@
-"""A healthy run with nanlocator is the run without it, bit for bit, and nothing is found.
+"""A healthy run with nanlocator equals the run without it, bit for bit, and nothing is found.
 
-Every configuration trains without nanlocator and with it, which executes every step once, or twice; all that
-Megatron reports of every step, gradients and weights of every step, and weights, buffers, Adam's state and
-all random states at the end, must be equal on every rank.
+Every configuration trains without nanlocator and with it, executing every step once or twice. Megatron's
+reports, gradients and weights of every step, and weights, buffers, Adam's state and all random states at the
+end, must be equal on every rank.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ TWICE = {
     "megatrons_checks": Layout(2, OVERLAPPED | AND_MACHINE),
     "megatrons_checks_interleaved": Layout(2, {"pp": 2, "vp": 2} | AND_MACHINE),
 }
-# The run that repeats its steps shows the same of the others: here a step leaves something to the next one,
-# or computes its forward twice.
+# In most layouts the run that repeats its steps covers the other run. In these a step leaves state for the
+# next one, or computes its forward twice.
 FOLLOWED = {
     "overlap_param_gather",
     "interleaved_pipeline",
@@ -49,7 +49,7 @@ COMBINED = COMBINATIONS | {
 
 
 def usually(of_its_own, names):
-    """All configurations; of LAYOUTS those that are not among `names` in an exhaustive run only."""
+    """All configurations; LAYOUTS that are not among `names` only in an exhaustive run."""
     marks = {name: [] if name in names else pytest.mark.exhaustive for name in LAYOUTS}
     return [pytest.param(name, LAYOUTS[name], marks=mark) for name, mark in marks.items()] + list(
         of_its_own.items()
@@ -65,7 +65,7 @@ def is_the_same_and_nothing_is_found(pool, name, layout, **nanlocator):
         assert len(rank["records"]) == STEPS
         overflows = sum(not step["successful"] for step in rank["records"])
         assert rank["dismissed"] == overflows
-        # The scale is found by overflowing: routine, not a finding.
+        # The scale is searched by overflows: routine, not a finding.
         assert (overflows > 0) == (name == "fp16_dynamic_loss_scale")
 
 
@@ -90,7 +90,7 @@ def test_a_run_that_repeats_every_step_is_the_run_without_nanlocator(pool, name,
     assert "other bits" not in outcome.logs(last_lines=10_000)
     for rank in ranks:
         assert rank["verdicts"] == []
-        # An overflow of the loss scale ends the step, which then is not worth a repeat.
+        # An overflow of the loss scale ends the step, which is then not repeated.
         assert passes_of(rank, layout) == [1 + record["successful"] for record in rank["records"]]
     if is_searching:
         assert 0 < sum(record["successful"] for record in ranks[0]["records"]) < steps

@@ -39,7 +39,7 @@ def ids_and_megatrons_groups(rank, world_size, training):
     locator = nanlocator.megatron.install(trainer.model_chunks, trainer.optimizer)
     groups = _get_param_groups(trainer.model_chunks, trainer.optimizer.config, None)
     raw_names = {p: n for chunk in trainer.model_chunks for n, p in chunk.named_parameters()}
-    global_names = {p: n for n, p in trainer.parameters.items()}  # the trainer counts layers by itself
+    global_names = {p: n for n, p in trainer.parameters.items()}  # the trainer numbers layers itself
     in_order = [p for group in groups for p in group["params"]]
     c = trainer.coordinates
     suffix = f"tp{c['tp']}pp{c['pp']}dp{c['dp']}.json"
@@ -157,7 +157,7 @@ def install_remove_install(rank, world_size, level, training):
     targets += [schedules, ProcessGroup, machine]
     before, hooks_before = [dict(vars(target)) for target in targets], hooks()
     is_changed = []
-    for _ in range(2):  # as new, and after steps
+    for _ in range(2):  # new ones, and after steps
         locator = nanlocator.megatron.install(
             trainer.model_chunks, trainer.optimizer, level=level, check_params=True
         )

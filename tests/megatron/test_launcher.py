@@ -1,7 +1,7 @@
 """`python -m nanlocator.megatron script.py`: an unedited script with nanlocator on its model.
 
-The script's `megatron.training` is a small one of the test's own, found in the script's folder only, around
-real Megatron-Core.
+The script's `megatron.training` is a small one of this test around real Megatron-Core, which only the
+script's folder has.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pretrain(steps, faults, rank_1_raises):
     return optimizer
 """
 
-# Bound by name before anything is called, as Megatron-LM's own package does.
+# Bound by name before any call, like in Megatron-LM's own package.
 PRETRAIN = """
 import json, os, sys
 from megatron.training import pretrain
@@ -57,7 +57,7 @@ if os.environ["RANK"] == "0":
 
 @pytest.fixture
 def project(tmp_path):
-    """A folder with pretrain.py and the training package that only this folder has."""
+    """A folder with pretrain.py and its own training package."""
     package = tmp_path / "project" / "megatron" / "training"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from .training import pretrain\n")
@@ -95,7 +95,7 @@ def launch(pool, tmp_path):
 
 
 def root_cause(result):
-    """What torchrun's summary, at the end of its output, says of the rank that failed first."""
+    """The part of torchrun's final summary about the rank that failed first."""
     return result.stderr.partition("Root Cause (first observed failure):")[2]
 
 
@@ -122,7 +122,7 @@ def test_a_nan_in_an_unedited_script_stops_it_with_one_verdict(project, launch, 
     assert (verdict["iteration"], origin["coordinates"]["rank"]) == (2, 1)
     status = json.loads((run / "a0" / "status.json").read_text())
     assert (status["state"], status["iteration"], status["silent_ranks"]) == ("stopped", 2, [])
-    # The whole verdict is printed once; every rank's traceback and torchrun's summary show its headline.
+    # The full verdict is printed once; every rank's traceback and torchrun's summary show its headline.
     headline = "NonFiniteGradientError: step 2: NaN in the gradients of rank 1 "
     assert result.stderr.count("  certainty  ") == 1, result.stderr
     assert headline in root_cause(result), result.stderr
@@ -173,7 +173,7 @@ def test_the_others_and_torchrun_tell_of_the_exception_that_ended_a_rank(project
     assert not (run / "a0" / "verdict_rank1.json").exists()
     assert "ended by ValueError: no data in shard 7 (in iteration 1); see " in result.stderr
     assert "ValueError: no data in shard 7" in root_cause(result), result.stderr
-    assert 'raise ValueError("no data in shard 7")' in root_cause(result)  # with the place in the script
+    assert 'raise ValueError("no data in shard 7")' in root_cause(result)  # with its line in the script
 
 
 def test_a_loop_of_ones_own_gets_it_from_get_megatron_optimizer(launch, tmp_path):

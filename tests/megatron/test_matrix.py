@@ -1,8 +1,8 @@
 """Every fault in every configuration that runs on a CPU: does the verdict name what was planted?
 
-One run per configuration: each iteration plants another fault and is undone. The truth is what the fault
-wrote down when it acted (`planted`), never the verdict. Faults of memory and transfers act once and are gone
-when the step is repeated; what a program computes is there in every pass.
+One run per configuration: each iteration plants another fault and is undone. The truth is the fault's own
+record of its action (`planted`), never the verdict. Faults of memory and transfers act once and are absent
+from a repeat; faults of computation are present in every pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIRST = 2  # iteration of the first fault
 FAULTY_MICROBATCH = 1
 
 
-# What a fault spoils, and a layout has a mechanism of its own for.
+# Targets of faults that a layout can have its own mechanism for.
 COMPUTATION = {"forward_operator", "backward_operator", "activation_element", "loss_zero_over_zero"}
 GRADIENTS = {"main_grad_element", "after_reduction", "bad_weight"}
 
@@ -102,7 +102,7 @@ LAYOUTS = {
     "full_recompute_tp2_pp2": Layout(4, {"tp": 2, "pp": 2, "recompute": "full"}),
     "multi_token_prediction_tp2_pp2": Layout(4, {"tp": 2, "pp": 2, "mtp_layers": 1}),
 }
-# Others have each of their axes.
+# Other layouts cover each of their axes.
 COMBINATIONS = {
     "tp2_pp2_dp2",
     "sequence_parallel_dp2",
@@ -112,7 +112,7 @@ COMBINATIONS = {
 
 
 def incidents_of(layout: Layout) -> list[list[dict]]:
-    """The faults of one iteration each."""
+    """The faults, one iteration each."""
     layer = layout.faulty_layer
     victim = layout.rank(layout.tp - 1, layout.stage_of(layer), layout.dp - 1, layout.cp - 1)
     at = {"rank": victim, "layer": layer, "microbatch": FAULTY_MICROBATCH}
@@ -125,7 +125,7 @@ def incidents_of(layout: Layout) -> list[list[dict]]:
         {"name": "activation_element", "region": "attention"} | at,
         {"name": "after_reduction", "rank": victim, "parameter": weight},
     ]
-    if not layout.training.get("loss_counts_tokens"):  # where Megatron divides by one label at least
+    if not layout.training.get("loss_counts_tokens"):  # otherwise Megatron divides by at least one label
         faults.append({"name": "loss_zero_over_zero", "rank": victim, "microbatch": FAULTY_MICROBATCH})
     if layout.training.get("num_experts"):
         expert = 3  # of the last expert-parallel rank
@@ -169,8 +169,8 @@ def incidents_of(layout: Layout) -> list[list[dict]]:
         "parameter": "decoder.layers.0.self_attention.linear_qkv.weight",
         "value": -math.inf,
     }
-    incidents = [[fault] for fault in faults] + [[faults[0], other]]  # no more than a run gathers: 16
-    if layout.dp > 1 and not layout.training.get("num_experts"):  # through which replicas meet
+    incidents = [[fault] for fault in faults] + [[faults[0], other]]  # a run gathers at most 16
+    if layout.dp > 1 and not layout.training.get("num_experts"):  # replicas meet through it
         incidents.append(
             [{"name": "backward_operator", "kind": "function", "region": "attention"} | at, other]
         )
@@ -178,11 +178,11 @@ def incidents_of(layout: Layout) -> list[list[dict]]:
 
 
 def usual_and_rest(layouts: dict[str, Layout], combinations: set[str]) -> list:
-    """(configuration, incidents) for a usual run, and for an exhaustive one beside it.
+    """(configuration, incidents) for a usual run, and the rest for an exhaustive one.
 
-    A usual run plants in each layout the faults that its mechanism is about, or else every fifth, beginning
-    with another one in each layout; and those that only some layouts can have. Layouts that are
-    `combinations` of others it leaves out.
+    A usual run plants in each layout the faults that concern its mechanism, or else every fifth, with a
+    different start in each layout; and those that only some layouts can have. It leaves out layouts that are
+    `combinations` of others.
     """
     parts = []
     for number, (name, layout) in enumerate(layouts.items()):
@@ -234,7 +234,7 @@ def test_with_parameters_checked_the_update_and_the_weight_are_named(pool, confi
 def run_incidents(
     pool, name: str, layout: Layout, incidents: list[list[dict]], preparations: list[dict] = (), **options
 ) -> list[dict]:
-    """The verdicts of a run in which each incident has a step of its own."""
+    """The verdicts of a run with one step per incident."""
     faults = [
         [fault | {"iteration": FIRST + number} for fault in incident]
         for number, incident in enumerate(incidents)
@@ -273,7 +273,7 @@ def run_incidents(
 
 
 def verdict_of_files(run_dir: str, iteration: int) -> dict:
-    """What `nanlocator report` makes of the ledgers that the run left behind."""
+    """`nanlocator report` of the run's ledgers."""
     command = ["nanlocator", "report", run_dir, "--step", str(iteration), "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
@@ -295,11 +295,11 @@ ONCE = {
     "tensor_parallel_gather",
     "context_parallel_transfer",
 }
-AFTER_THE_STEP = {"optimizer_update"}  # which cannot be repeated
+AFTER_THE_STEP = {"optimizer_update"}  # cannot be repeated
 
 
 def check(layout: Layout, facts: list[dict], verdict: dict | None) -> None:
-    """The verdict has one origin for each of the facts, and says what that one planted."""
+    """The verdict has one origin per fact, with what that fact planted."""
     names = {fact["fault"] for fact in facts}
     if names == {"expert_without_tokens"} or (
         names == {"loss_zero_over_zero"} and layout.cp > 1 and not layout.training.get("loss_of_own_tokens")
@@ -325,11 +325,11 @@ def candidates_of(layout: Layout, fact: dict) -> list[int]:
     if fact["fault"] in ("loss_zero_over_zero", "padding_times_zero"):
         return layout.last_stage(fact["dp"], fact["cp"])
     training = layout.training
-    are_replicated = training.get("distributed_optimizer_instances", 1) > 1  # then another copy tells
+    are_replicated = training.get("distributed_optimizer_instances", 1) > 1  # then another copy decides
     are_replicated &= training.get("outer_dp_sharding_strategy", "no_shard") == "no_shard"
     is_sharded = training.get("use_distributed_optimizer") and not are_replicated
     if fact["fault"] == "after_reduction" and is_sharded:
-        # Only its owner holds the sum of a shard: nobody can say whether the sum or the owner is bad.
+        # Only its owner holds the sum of a shard: the evidence cannot separate the sum from the owner.
         return [
             layout.rank(fact["tp"], fact["pp"], dp, cp) for dp in range(layout.dp) for cp in range(layout.cp)
         ]
@@ -339,7 +339,7 @@ def candidates_of(layout: Layout, fact: dict) -> list[int]:
 CAUSES = {
     "main_grad_element": "not_reproduced",
     "tp_duplicated_layernorm": "not_reproduced",
-    "after_reduction": "collective_result",  # of more than one rank
+    "after_reduction": "collective_result",  # of several ranks
     "bad_weight": "bad_weight",
     "optimizer_update": "optimizer_update",
 }

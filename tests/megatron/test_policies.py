@@ -1,5 +1,5 @@
-"""What happens to the training after a finding: skip, recover, report, a loss scale that is being looked for,
-more findings than are located; and a NaN that Megatron-Core makes by itself."""
+"""Training after a finding: skip, recover, report, a loss scale that is still searched, more findings than
+are located; and a NaN that Megatron-Core itself makes."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_skip_steps_no_rank_and_goes_on(pool, configuration):
             assert record["successful"] is (record["iteration"] not in (3, 5))
         assert rank["non_finite_parameters"] == {}
         assert weights[1] == weights[2] and weights[3] == weights[4]
-        assert len(set(weights)) == 4  # the other steps did move them
+        assert len(set(weights)) == 4  # the other steps moved them
     status = read_json(ranks, "status.json")
     assert (status["state"], status["iteration"]) == ("skipped", 5)
 
 
 def test_skip_steps_no_rank_where_parameters_are_gathered_later(pool):
-    # There the weights at the end of a step are not yet those that it made: a run that ends with a skipped
-    # step is compared with one that ends before it.
+    # In this layout the weights at the end of a step are not yet the step's result: a run that ends with a
+    # skipped step is compared with one that ends before it.
     layout = LAYOUTS["overlap_param_gather"]
     before = train(pool, "until_2", layout, steps=2).require_success()
     ranks = train(
@@ -179,7 +179,7 @@ def test_report_goes_on_with_the_bad_step(pool):
     ranks = train(pool, "report", layout, faults=faults, on_bad="report").require_success()
     for rank in ranks:
         assert len(rank["records"]) == 6
-        assert rank["non_finite_parameters"]  # the optimizer was let go on
+        assert rank["non_finite_parameters"]  # the optimizer was allowed to step
         assert iterations_of(rank["verdicts"]) == [4, 5, 6]
     assert read_json(ranks, "status.json")["state"] == "reported"
 
@@ -248,8 +248,8 @@ def test_a_report_says_whether_megatron_leaves_the_update_out(pool, precision):
 
 
 def test_the_nan_of_stock_interleaved_pipelines_on_gloo_is_explained(pool):
-    """Nothing is planted. With Megatron's default deallocate_pipeline_outputs, sends that are still in flight
-    read freed memory, where glibc is told to put NaN: one rank sends finite values, another receives NaN."""
+    """Nothing is planted. With Megatron's default deallocate_pipeline_outputs, sends in flight read freed
+    memory, which glibc fills with NaN here: one rank sends finite values, another receives NaN."""
     interleaved = {"pp": 2, "vp": 2, "num_microbatches": 4, "overlap_p2p_comm": True}
     stock = Layout(2, interleaved | {"deallocate_pipeline_outputs": True})
     freed = [{"name": "freed_memory_is_nan"}]
@@ -260,7 +260,7 @@ def test_the_nan_of_stock_interleaved_pipelines_on_gloo_is_explained(pool):
     verdict = ranks[0]["error"]["verdict"]
     assert verdict["origins"]
     for origin in verdict["origins"]:
-        assert origin["cause"] in ("pipeline_transfer", "race")  # where the re-run has seen that, too
+        assert origin["cause"] in ("pipeline_transfer", "race")  # if the re-run has seen it, too
         (sent,) = (fact for fact in origin["facts"] if fact["kind"] == "message_changed")
         assert len(sent["ranks"]) == len(sent["peers"]) == 1, sent
         assert sent["microbatch"] is not None and sent["bad"]["nan"] > 0, sent

@@ -1,5 +1,5 @@
-"""The repeat of a step has the bits of its first pass, because every state is put back: shown by runs in
-which one state is not put back and that therefore differ. (test_healthy.py repeats every healthy step.)"""
+"""The repeat of a step has the bits of its first pass, because every state is restored: runs that omit one
+state differ. (test_healthy.py repeats every healthy step.)"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built
 OWN_DATA = [{"name": "data_drawn_in_forward_step"}]
 DRAWING_DATA = [{"name": "data_from_the_global_generators"}]
 EXPERTS_WITH_BIAS = Layout(2, EXPERTS | {"expert_bias": True})
-OMISSIONS = {  # and what they change at the least
+OMISSIONS = {  # and the least that they change
     "rng_tracker": (Layout(2, {"tp": 2}), [], {"gradients_sha256", "rng_tracker"}),
     "torch_generator": (Layout(2, {}), OWN_DATA, {"loss"}),
     "python_and_numpy": (Layout(2, {}), OWN_DATA, {"loss", "rng_python", "rng_numpy"}),
@@ -41,7 +41,7 @@ def test_a_repeat_that_forgets_a_state_makes_another_training(pool, state):
     assert expected <= differences(forgotten, reference).keys()
 
 
-# ---- what cannot be put back, and what draws by itself -------------------------------------------------
+# ---- states that cannot be restored, and programs that draw by themselves ---------------------------------
 
 ONE_OFF = {"name": "main_grad_element", "rank": 1, "iteration": 3}
 
@@ -87,7 +87,7 @@ def train_with_checks(pool, machine, fault, **nanlocator):
 
 
 def verdict_of(ranks):
-    """The only one, the same on all ranks, about the planted step and rank."""
+    """The only verdict, the same on all ranks, about the planted step and rank."""
     (verdict,) = ranks[0]["verdicts"]
     assert all(rank["verdicts"] == [verdict] for rank in ranks)
     assert (verdict["iteration"], verdict["status"]) == (3, "located")
@@ -123,7 +123,7 @@ def test_under_report_the_rank_that_megatron_would_have_stopped_raises_its_error
 
 @pytest.mark.parametrize(
     ("fault", "code"),
-    [(GRADIENT, 17), (COMPUTED, 16)],  # rerun_state_machine.py: 17 where its second pass differs, else 16
+    [(GRADIENT, 17), (COMPUTED, 16)],  # rerun_state_machine.py: 17 if its second pass differs, else 16
     ids=["once", "operator"],
 )
 def test_under_report_megatrons_machine_repeats_the_step_after_us_and_exits(pool, fault, code):
@@ -161,7 +161,7 @@ def test_with_megatrons_machine_in_charge_a_recovered_training_is_the_never_faul
     assert not differences(ranks, reference)
     for rank in ranks:
         rank["planted"] = [fact for fact in rank["planted"] if fact["fault"] == "forward"]
-        # Ours three times: traced, with fresh memory filled, and as a control; Megatron's none.
+        # Three of ours: traced, with fresh memory filled, and as a control; none of Megatron's.
         passes = [4 if step["iteration"] == 3 else 1 for step in rank["records"]]
         assert passes_of(rank, layout) == passes
 

@@ -1,5 +1,5 @@
-"""What a rank gets out of Megatron-FSDP's collectives wrongly: its gathers of weights, which level boundaries
-does not watch and level modules does, and its reductions."""
+"""Wrong results of Megatron-FSDP's collectives on one rank: gathers of weights, which level modules watches
+and level boundaries does not, and reductions."""
 
 import ctypes
 

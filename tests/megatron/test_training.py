@@ -1,5 +1,5 @@
-"""The training program and its faults, without nanlocator: does each configuration train, does each fault do
-what it says, and only where it says?"""
+"""The training program and its faults, without nanlocator: each configuration trains, and each fault does
+what it says, only on its rank."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_two_runs_are_bit_identical_in_different_processes(pool, two_replicas):
 
 
 def test_dropout_moves_the_tracked_random_states(pool, two_replicas):
-    # If the tracker's fork did nothing on CPU, its states would stay as they were seeded.
+    # If the tracker's fork had no effect on CPU, its states would stay as they were seeded.
     ranks = train(pool, "dp2_dropout", ranks=2, dropout=0.1)
     assert ranks[0]["fingerprints"]["rng_tracker"] != two_replicas[0]["fingerprints"]["rng_tracker"]
 
@@ -171,7 +171,7 @@ def test_overlapped_sends_of_deallocated_outputs_read_freed_memory_on_gloo(pool,
     ranks = train(pool, f"freed_{name}", ranks=2, steps=4, faults=faults, **layout, **options)
     reference = train(pool, f"kept_{name}", ranks=2, steps=4, **layout)
     is_same = ranks[0]["fingerprints"]["weights"] == reference[0]["fingerprints"]["weights"]
-    # A race: mostly in the first step, and in the second where that came off well.
+    # A race: mostly in the first step, otherwise in the second.
     assert any(math.isnan(record["loss"]) for record in ranks[0]["records"]) == reads_freed_memory
     assert is_same == (not reads_freed_memory)
 
@@ -256,7 +256,7 @@ GRID = {"tp": 2, "pp": 2}  # ranks 0 and 1 are stage 0, 2 and 3 stage 1
 
 
 def plant(pool, name, ranks, faults, **training):
-    """The results of two steps with faults in the second."""
+    """The results of two steps, with faults in the second."""
     faults = [{"iteration": 2} | fault for fault in faults]
     return pool.run(
         {"name": f"plant_{name}", "ranks": ranks, "steps": 2, "training": SMALL | training, "faults": faults}
@@ -264,14 +264,14 @@ def plant(pool, name, ranks, faults, **training):
 
 
 def plant_one_after_another(pool, name, ranks, faults, **training):
-    """The results of a healthy step, one for each fault, undone, and a last healthy one."""
+    """The results of a healthy step, one per fault, each undone, and a last healthy one."""
     faults = [fault | {"iteration": 2 + number} for number, fault in enumerate(faults)]
     scenario = {"name": f"plant_{name}", "ranks": ranks, "steps": len(faults) + 2, "undo_faults": True}
     return pool.run(scenario | {"training": SMALL | training, "faults": faults}).require_success()
 
 
 def planted(ranks):
-    """What happened, and that it happened on one rank."""
+    """Asserts what happened, and that it happened on one rank only."""
     (rank,) = [rank for rank in ranks if rank["planted"]]
     assert all(fact["rank"] == rank["rank"] for fact in rank["planted"])
     return rank["planted"]
@@ -303,7 +303,7 @@ def test_a_value_born_in_backward_leaves_the_loss_finite(pool):
 
 
 def test_recomputed_forwards_know_their_microbatch(pool):
-    # The last forward before the backward of microbatch 0 is, on stage 0, that of microbatch 1.
+    # On stage 0, the last forward before the backward of microbatch 0 is that of microbatch 1.
     fault = {"name": "forward_operator", "rank": 0, "layer": 0, "microbatch": 0}
     facts = planted(plant(pool, "recomputed", 2, [fault], pp=2, recompute="full"))
     assert [(fact["microbatch"], fact["is_recomputed"]) for fact in facts] == [(0, False), (0, True)]
@@ -370,7 +370,7 @@ def test_megatron_exits_in_validate_mode_and_a_fault_that_acts_once_is_gone_in_i
     always = plant(pool, "always", 2, [{"name": "forward_operator", "rank": 1}], **machine)
     assert [fact["pass_number"] for fact in planted(once)] == [1]
     assert [fact["pass_number"] for fact in planted(always)] == [1, 2]
-    # rerun_state_machine.py: 17 where the second pass differs, 16 where it is the same.
+    # rerun_state_machine.py: 17 if the second pass differs, 16 if it is the same.
     for ranks, code in ((once, 17), (always, 16)):
         for rank in ranks:
             assert rank["error"]["type"] == "gpt_training.MegatronExit"

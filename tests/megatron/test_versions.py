@@ -1,5 +1,5 @@
-"""What differs between versions of Megatron-Core, on the one that is installed; with another in front of
-PYTHONPATH, on that one."""
+"""Differences between versions of Megatron-Core, on the installed one; with another in front of PYTHONPATH,
+on that one."""
 
 import os
 import subprocess
