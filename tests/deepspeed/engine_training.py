@@ -1,4 +1,4 @@
-"""A small model that a DeepSpeed engine trains, and the faults that tests plant in it."""
+"""Trains a small model with a DeepSpeed engine, and plants faults in it."""
 
 import contextlib
 import ctypes
@@ -22,11 +22,11 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402  (which each eng
 import nanlocator.deepspeed  # noqa: E402
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
-# It says that the CPU has no fp16, which torch computes there.
+# It reports no fp16 on the CPU, but torch computes it there.
 type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
 deepspeed.utils.logger.setLevel(logging.ERROR)
 
-# Each is a configuration of DeepSpeed; "zero_optimization" holds what is beside the stage.
+# Each is a configuration of DeepSpeed; other keys of "zero_optimization" are beside the stage.
 VARIANTS = {
     "zero0": {"stage": 0},
     "zero0_bf16": {"stage": 0, "dtype": "bf16"},
@@ -59,7 +59,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Divide(nn.Module):
-    """Divides by what ``divisor`` says: a forward birth where it is zero."""
+    """Divides by ``divisor``: a forward birth if it is zero."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ def configuration(variant):
 
 
 class Training:
-    """One rank's."""
+    """One rank's training."""
 
     def __init__(self, rank, variant, initial_scale_power=10, **options):
         torch.manual_seed(0)
@@ -161,7 +161,7 @@ class Training:
         return self
 
     def state(self):
-        """The masters and Adam's state, which hold what the weights are made of."""
+        """The masters and Adam's state, from which the weights are computed."""
         inner = getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
         state = [v for s in inner.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
@@ -185,7 +185,7 @@ class Training:
         self.spoil_gradient(self.model.body.weight, rank=1)
 
     def spoil_gradient(self, parameter, rank):
-        """In memory, once, before it is reduced."""
+        """In memory, once, before its reduction."""
         left = [None]
 
         def hook(gradient):
@@ -196,7 +196,7 @@ class Training:
         parameter.register_hook(hook)
 
     def _plant_reduced(self):
-        """Once, in what rank 0 has of the sum."""
+        """Once, in rank 0's part of the sum."""
         layout, left = self.locator._layout, [None]
         reduced = layout.reduced
 
@@ -212,20 +212,20 @@ class Training:
             layout.about_to_be_reduced = lambda *_, **__: reduced()
 
     def _plant_reduction(self):
-        """In what rank 1 gets out of the collectives that sum."""
+        """In rank 1's results of the collectives that sum."""
         self._plant_in_collectives(*REDUCTIONS)
 
     def _plant_gather(self):
-        """In what rank 1 gets out of the collectives that gather."""
+        """In rank 1's results of the collectives that gather."""
         self._plant_in_collectives(*GATHERS)
 
     def _plant_in_collectives(self, *names):
-        """Each time."""
+        """At each call."""
         spoil = functools.partial(overwrite, element=2)
         self.planted.enter_context(damaged(names, self.is_now, spoil, more_than=16))
 
     def _plant_overwritten(self):
-        """Of a bucket's buffer, on both ranks, what the other one owns, before its reduction has read it."""
+        """On both ranks, in the other rank's part of a bucket's buffer, before its reduction has read it."""
         comm = deepspeed.comm
         inner = comm.all_reduce
 
@@ -252,7 +252,7 @@ class Training:
         self.has_labels = lambda: not self.is_now()
 
     def _plant_weight(self):
-        """Of what rank 1 keeps: in ZeRO-3 its part of it, which the others gather; else its copy."""
+        """In rank 1's weight: in ZeRO-3 its shard, which the others gather; else its copy."""
 
         def damage():
             if self.is_now():
@@ -262,7 +262,7 @@ class Training:
         self.before_step = damage
 
     def _plant_state(self):
-        """Adam's moments of what rank 1 updates: the weight is bad in step 3."""
+        """In Adam's moments of rank 1's part: the weight is bad in step 3."""
 
         def damage():
             if self.is_now():
@@ -277,7 +277,7 @@ BODY_WEIGHT = 2  # its id
 
 
 def overwrite(tensor, element):
-    """One element becomes NaN, and nobody sees it written."""
+    """One element becomes NaN by a write that no observer sees."""
     size = tensor.element_size()
     kind, value = (ctypes.c_float, math.nan) if size == 4 else (ctypes.c_uint16, 0x7FFF)
     kind.from_address(tensor.data_ptr() + element * size).value = value
@@ -288,14 +288,14 @@ def equal(one, other):
 
 
 def verdict_of(rank, variant, fault, **options):
-    """Of three steps with this fault; the verdicts where nothing was raised."""
+    """The verdict of three steps with this fault; the list of verdicts if nothing was raised."""
     training = Training(rank, variant, **options)
     training.plant(fault)
     return _verdict(training)
 
 
 def verdict_of_damage(rank, variant, collectives):
-    """In what rank 1 gets out of one of these, once, below what level boundaries watches."""
+    """Damages rank 1's result of one of these collectives, once, below level boundaries' watch."""
     training = None
     spoil = functools.partial(overwrite, element=2)
     is_now = lambda: training is not None and training.is_now()  # noqa: E731
@@ -305,7 +305,7 @@ def verdict_of_damage(rank, variant, collectives):
 
 
 def two_faults(rank, variant):
-    """The verdict on a gradient of each rank that goes bad in the same step."""
+    """The verdict on two gradients, one per rank, that go bad in the same step."""
     training = Training(rank, variant)
     training.spoil_gradient(training.model.head.weight, rank=0)
     training.spoil_gradient(training.model.body.weight, rank=1)

@@ -1,5 +1,5 @@
-"""DeepSpeed on the CPU, from the folder where tools/setup has put it: for the processes of ranks alone, as
-other packages behave otherwise where they find it."""
+"""DeepSpeed on the CPU, from the folder where tools/setup has installed it: only in the ranks' processes,
+because other packages behave differently if they find it."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ run_kept_ranks = KeptRanks(_server).run_ranks
 
 
 def use() -> None:
-    """From now on `import deepspeed` finds it."""
+    """After this call `import deepspeed` finds it."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
     if str(PACKAGES) not in sys.path:
         sys.path.append(str(PACKAGES))

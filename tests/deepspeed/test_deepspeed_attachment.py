@@ -1,4 +1,4 @@
-"""Attached in the wrong way it says what to do; attached to an unedited script it finds the engine."""
+"""Wrong attachment gives advice; attachment to an unedited script finds the engine."""
 
 import json
 import os
@@ -122,7 +122,7 @@ def test_each_ranks_map_says_which_part_it_updates():
         for rank in range(2):
             manifest = json.loads(Path(folder, f"param_manifest_tp0pp0dp{rank}.json").read_text())
             parts += [p["shard"] for p in manifest["parameters"] if p["name"] == "body.weight"]
-        # Of 16 x 16 elements each is updated by one rank.
+        # 16 x 16 elements in total; one rank updates each.
         assert parts[0]["begin"] == 0 and parts[0]["end"] == parts[1]["begin"] and parts[1]["end"] == 256
 
 
@@ -147,7 +147,7 @@ def run_with_torchrun():
 
 
 def run_with_deepspeed():
-    """Its own launcher; nanlocator.pth as if installed."""
+    """DeepSpeed's own launcher, with nanlocator.pth as if installed."""
     package = Path(nanlocator.__file__).parents[1]
     Path("sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(package)!r})\n")
     launcher = [on_cpu.PACKAGES / "bin" / "deepspeed", "--num_gpus", "2", "--master_port", free_port()]

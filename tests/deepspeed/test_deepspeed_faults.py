@@ -38,7 +38,7 @@ def summary(verdict):
         ("zero1_fp32_sums", "grads"),
         ("zero2_bf16", "grads"),
         ("zero3_partitioned", "boundaries"),
-        # The same optimizer as of stage 2, and the other level.
+        # The same optimizer as in stage 2, and the other level.
         pytest.param("zero1_bf16", "grads", marks=pytest.mark.exhaustive),
         pytest.param("zero2_bf16", "boundaries", marks=pytest.mark.exhaustive),
         pytest.param("zero3_partitioned", "grads", marks=pytest.mark.exhaustive),
@@ -69,7 +69,7 @@ def test_each_fault_names_its_rank_and_its_cause(variant, level):
 )
 def test_faults_are_named_alike_however_gradients_are_kept(variant):
     faults = ["gradient", "forward", "loss"]
-    if not variant.startswith("zero3"):  # where small weights are kept whole, beside their shards
+    if not variant.startswith("zero3"):  # it keeps small weights whole, beside their shards
         faults.append("weight")
     results = run_kept_ranks(2, all_faults, variant, faults, {})
     assert results[0] == results[1]
@@ -93,7 +93,7 @@ def test_a_bucket_that_is_overwritten_while_it_is_reduced_is_a_race_at_that_line
 
 
 def beside_garbage(rank, world_size, variant, fault):
-    """What ZeRO-3 allocates and does not write, of buckets and of weights, is NaN."""
+    """Memory that ZeRO-3 allocates and does not write, in buckets and weights, is NaN."""
     import ctypes
     import types
     from unittest import mock
@@ -129,8 +129,8 @@ def beside_garbage(rank, world_size, variant, fault):
     ],
 )
 def test_what_zero_3_leaves_in_padding_is_no_origin(variant, fault, cause):
-    """It sends memory that it has not written, which nobody reads: of buckets (coalesced_collectives.py,
-    reduce_scatter_coalesced) and of weights (partition_parameters.py, _partition_param)."""
+    """It sends memory that is never written or read: in buckets (coalesced_collectives.py,
+    reduce_scatter_coalesced) and in weights (partition_parameters.py, _partition_param)."""
     for verdict in run_kept_ranks(2, beside_garbage, variant, fault):
         found = [(origin["cause"], origin["candidates"]) for origin in verdict["origins"]]
         assert found == [(cause, [1])]
@@ -158,8 +158,8 @@ def in_collectives(rank, world_size, cases):
 
 
 def test_what_a_rank_gets_out_of_collectives_that_damage_it_is_no_ranks_own():
-    """In the one rank's own copy where all have one, in the sum where its owner alone has it; and in weights
-    that are gathered, those of a rank that holds them, or each time ZeRO-3 needs them."""
+    """The damage is in one rank's own copy if all ranks have one, in the sum if only its owner has it, and in
+    gathered weights: those of a rank that keeps them, or at each gather of ZeRO-3."""
     expected = {
         ("zero0", "reduction"): ("collective_result", "grad_reduced", [1]),
         ("zero1_fp32_sums", "reduction"): ("collective_result", "grad_reduced", [0, 1]),
@@ -177,7 +177,7 @@ def test_what_a_rank_gets_out_of_collectives_that_damage_it_is_no_ranks_own():
             )
             if phase == "grad_reduced":
                 assert "clean_before_reduction" in [fact["kind"] for fact in origin["facts"]]
-            elif cause == "bad_weight":  # what the update's gather left
+            elif cause == "bad_weight":  # left by the update's gather
                 assert verdicts[case]["iteration"] == 3
                 assert "copies_clean" in [fact["kind"] for fact in origin["facts"]]
             else:
@@ -193,7 +193,7 @@ def damaged_once(rank, world_size, cases):
 
 
 def test_what_comes_out_of_a_bucket_or_a_gather_wrongly_once_is_that_collectives():
-    """At level boundaries; the sum of ZeRO-2's bucket is every rank's, ZeRO-3's is one's."""
+    """At level boundaries; every rank has the sum of ZeRO-2's bucket, one rank ZeRO-3's."""
     expected = {
         ("zero0", "reduction"): ("c10d::allreduce_", "grad_reduced", [1]),
         ("zero2_bf16", "reduction"): ("c10d::allreduce_", "grad_reduced", [1]),

@@ -1,4 +1,4 @@
-"""Training under DeepSpeed is bit-identical with nanlocator, also where every step is executed again."""
+"""Training under DeepSpeed is bit-identical with nanlocator, also if every step is executed again."""
 
 import pytest
 from on_cpu import run_kept_ranks

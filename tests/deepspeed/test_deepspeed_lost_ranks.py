@@ -1,4 +1,4 @@
-"""A rank is killed in a step: the other one ends in time, and its files say which it was."""
+"""A rank is killed in a step: the other one ends in time, and its files name the killed rank."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 from on_cpu import run_ranks
 
 DEADLINE = 2.0  # gather_deadline
-IN_TIME = 20.0  # for the machine that runs this beside other things
+IN_TIME = 20.0  # allows for other work on the machine
 
 
 def one_rank_dies(rank, world_size, variant, phase):
@@ -46,7 +46,7 @@ def one_rank_dies(rank, world_size, variant, phase):
     return None
 
 
-# In every phase of one stage, and of the others in the collectives that are theirs.
+# In every phase of one stage, and in the other stages' own collectives.
 KILLED = [
     *(("zero2", phase) for phase in ("forward", "backward", "reduction", "repeat")),
     ("zero1", "reduction"),
@@ -74,5 +74,5 @@ def test_the_survivor_ends_in_time_and_names_the_rank_that_was_killed(variant, p
         return
     verdicts = [json.loads(path.read_text()) for path in Path("run/a0").glob("verdict*.json")]
     assert [1] in [each["silent_ranks"] for each in verdicts]
-    origins = [origin for each in verdicts for origin in each["origins"]]  # what had been found
+    origins = [origin for each in verdicts for origin in each["origins"]]  # earlier findings
     assert origins and all(0 in origin["candidates"] for origin in origins)

@@ -1,4 +1,4 @@
-"""What follows from a finding under DeepSpeed: recover, skip, report, and overflows of a loss scale."""
+"""Policies after a finding under DeepSpeed: recover, skip, report, and overflows of a loss scale."""
 
 import pytest
 from on_cpu import run_kept_ranks
@@ -132,8 +132,8 @@ def norm_overflows(rank, world_size, variants):
 
 
 def test_a_step_whose_norm_alone_overflows_is_reported():
-    """bf16 has no scale that will fall: every such step is left out, silently (DeepSpeed#8415). In fp32 the
-    clip of stage 0 sets all gradients to zero. ZeRO-3 sums in float64, where this is no overflow."""
+    """bf16 has no loss scale that could fall: every such step is left out silently (DeepSpeed#8415). In fp32
+    the clip of stage 0 sets all gradients to zero. ZeRO-3 sums in float64, where this is no overflow."""
     left_out = ["zero0_bf16", "zero1_fp32_sums", "zero1", "zero2_bf16", "zero2_offload", "zero3_offload"]
     expected = {variant: ([(2, "grad_norm", "head.weight")], 1) for variant in left_out}
     expected |= {"zero0": ([(2, "grad_norm", "head.weight")], 0), "zero3": ([], 0)}
@@ -166,7 +166,7 @@ def norm_overflows_under(rank, world_size, on_bad, variants):
 
 @pytest.mark.parametrize("on_bad", ["stop", "skip", "recover"])
 def test_a_step_whose_norm_alone_overflows_ends_as_the_policy_says(on_bad):
-    """Forward and backward are over: there is nothing to recover."""
+    """Forward and backward have ended, so nothing can be recovered."""
     variants = ["zero0", "zero0_bf16", "zero1_fp32_sums", "zero1", "zero2_bf16", "zero2_offload"]
     expected = dict.fromkeys(variants, (on_bad != "skip", True, True))
     assert run_kept_ranks(2, norm_overflows_under, on_bad, variants) == [expected] * 2

@@ -1,4 +1,4 @@
-"""A training script that knows nothing of nanlocator: in step 3 rank 1 gets a batch without a label."""
+"""A training script without nanlocator: in step 3 rank 1 gets a batch without a label."""
 
 import os
 
