@@ -1,5 +1,5 @@
-"""nanlocator.transformers beside transformers' debug_utils: the same text where that works, and what it
-gets wrong, mended. Each test of a defect shows the original with the defect first."""
+"""Compares nanlocator.transformers with transformers' debug_utils: the same text where the original works,
+and fixes of its defects. Each test of a defect first shows the original's defect."""
 
 import collections
 import contextlib
@@ -27,7 +27,7 @@ from nanlocator.debugger.scans import Scans
 
 NAN, INF = float("nan"), float("inf")
 MODELS = ("bert", "gpt2", "t5", "llama")
-# In the second layer, so that healthy frames come before.
+# In the second layer, so that healthy frames come before it.
 MLP = {
     "bert": ("bert.encoder.layer.1.intermediate.dense", "bert.encoder.layer.1.output.dense"),
     "gpt2": ("transformer.h.1.mlp.c_fc", "transformer.h.1.mlp.c_proj"),
@@ -37,7 +37,7 @@ MLP = {
 
 
 def printed_by(action):
-    """What `action` prints, and the text of the error that it ends with."""
+    """Output of `action`, and the text of the error that ends it."""
     out = io.StringIO()
     error = None
     with contextlib.redirect_stdout(out):
@@ -49,7 +49,8 @@ def printed_by(action):
 
 
 def watched_by(tool, model, *batches, **options):
-    """What `tool.DebugUnderflowOverflow` prints while `model` runs the batches; then its hooks are gone."""
+    """Output of `tool.DebugUnderflowOverflow` while `model` runs the batches; its hooks are gone
+    afterwards."""
 
     def run():
         debugger = tool.DebugUnderflowOverflow(model, **options)
@@ -165,8 +166,8 @@ def test_the_second_forward_of_checkpointing_prints_the_same_and_leaves_nothing(
     if reentrant:
         assert text == theirs
     else:
-        # The second forward ends when the last saved tensor is there. The original's own operators save
-        # tensors, so with it more of the second forward is run.
+        # The second forward ends once the last saved tensor exists. The original's own operators save
+        # tensors, so with it more of the second forward runs.
         first, in_first = (t.split("*** Starting batch number=1")[0] for t in (text, theirs))
         assert first == in_first and len(text) < len(theirs)
 
@@ -201,7 +202,7 @@ def test_a_module_that_calls_itself_prints_the_same(at):
 
 
 class Mixed(nn.Module):
-    """Every kind of output that the original has a row for."""
+    """Every kind of output for which the original has a row."""
 
     def __init__(self):
         super().__init__()
@@ -231,7 +232,7 @@ def test_rows_of_tuples_nones_integers_and_other_things_are_the_same(value):
 
 
 def frames_in(text):
-    """{"name Class": rows of its last call} with the numbers blanked."""
+    """{"name Class": rows of its last call}, with the numbers blanked."""
     frames, rows = {}, None
     for line in re.sub(r"\d\.\d\de[+-]\d\d", "#.##e+##", text).splitlines():
         if header := re.fullmatch(r" {17} ( ?\S.*)", line):
@@ -271,7 +272,7 @@ def test_a_traced_batch_has_the_frames_of_the_public_documentation():
         [
             "                  *** Starting batch number=1 ***",
             "abs min  abs max  metadata",
-            "                  encoder.embed_tokens Embedding",  # one module with `shared` at the time
+            "                  encoder.embed_tokens Embedding",  # one module with `shared` in that version
             "1.01e-06 7.92e+02 weight",
             "0.00e+00 2.47e+04 input[0]",
             "5.36e-05 7.92e+02 output",
@@ -305,7 +306,7 @@ def test_the_words_of_debug_are_transformers():
         ours.DebugOption("overflow")
 
 
-# ---- What the original does not see -------------------------------------------------------------
+# ---- Values that the original does not see -------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -367,7 +368,7 @@ def test_keyword_and_nested_values_are_scanned(how, context):
     x, bad = torch.ones(1, 2), torch.tensor([1.0, NAN])
 
     def finite_loss(tool):
-        # The bad tensor is a keyword of the model, so that only the place under test can show it.
+        # The bad tensor is a keyword of the model, so that only the tested place can show it.
         return watched_by(tool, model, lambda: model(x, bad=bad), max_frames_to_save=1)
 
     assert "has nans" not in finite_loss(original)[0] and finite_loss(original)[1] is None
@@ -511,7 +512,7 @@ def test_a_run_that_goes_on_after_a_report_is_not_ended_by_healthy_batches():
         debugger.model(GOOD)
         assert not debugger.detected_overflow
         text, _ = printed_by(lambda: debugger.model(BAD))
-        assert "during batch_number=5\n" in text  # batches that ended in a report count
+        assert "during batch_number=5\n" in text  # includes batches that ended in a report
 
 
 def test_the_cap_on_frames_outlives_a_trace():
@@ -665,7 +666,7 @@ def test_a_debugger_that_nobody_keeps_ends_with_its_model():
     debugger = weakref.ref(ours.DebugUnderflowOverflow(model))
     gc.collect()
     model(GOOD)
-    assert debugger().total_calls == 6  # its model's hooks keep it
+    assert debugger().total_calls == 6  # its model's hooks keep the debugger
     del model
     gc.collect()
     assert debugger() is None
@@ -707,7 +708,7 @@ def test_a_forward_that_raises_leaves_names_and_batches_right():
     with ours.DebugUnderflowOverflow(model, trace_batch_nums=[0], verbose=True):
         assert "KeyError" in printed_by(lambda: model(GOOD, fail=True))[1]
         text, _ = printed_by(lambda: model(GOOD))
-    assert names_in(text) == ["first.0", "first", "second.0", "second"]  # and the root, a Fails
+    assert names_in(text) == ["first.0", "first", "second.0", "second"]  # also the root, a Fails
 
 
 def test_calls_that_raise_do_not_pile_up():
@@ -751,12 +752,12 @@ def operators_of(tool):
 
 def test_a_healthy_tensor_costs_one_scan_and_no_operator_of_torch():
     alone = operators_of(None)
-    assert (operators_of(original) - alone)["isnan"] == 22  # 10 parameters, and 6 modules in and out
+    assert (operators_of(original) - alone)["isnan"] == 22  # 10 parameters, in- and outputs of 6 modules
     assert operators_of(ours) == alone
 
 
 def scans_of_weights(tool, monkeypatch, steps):
-    """How often each parameter of a model is scanned while `steps(model)` runs."""
+    """Number of scans of each parameter of a model while `steps(model)` runs."""
     model = five_layers()
     counts = collections.Counter()
     if tool is ours:
@@ -830,7 +831,7 @@ def test_a_weight_that_was_changed_without_a_step_is_read_again(spoil, gradients
         (spoil_in_place, True, True),
         (spoil_by_replacement, True, True),
         (spoil_data, False, True),
-        (spoil_data, True, False),  # a write that nothing tells of, and that has no effect yet
+        (spoil_data, True, False),  # an uncounted write, with no effect yet
     ],
 )
 def test_a_bad_weight_that_is_not_used_is_seen_where_its_change_can_be_known(spoil, gradients, is_seen):
@@ -920,7 +921,7 @@ def test_an_output_of_zeros_and_minus_infinity_is_overflow():
 
 
 def with_blocks_enabled():
-    """The original function with the `if 0` of its three optional blocks made true."""
+    """The original function with its three optional `if 0` blocks enabled."""
     import inspect
 
     source = inspect.getsource(original.detect_overflow)
@@ -952,7 +953,7 @@ def test_the_optional_blocks_print_what_the_commented_out_code_would(values):
     ],
 )
 def test_each_optional_block_is_asked_for_alone(option, line):
-    tensor = torch.tensor([150, -2000, 20000, 99])  # torch has no mean of integers, and we need none
+    tensor = torch.tensor([150, -2000, 20000, 99])  # torch has no mean of integers, and the code needs none
     assert printed_by(lambda: ours.detect_overflow(tensor, "x", **option)) == (line, None)
 
 

@@ -1,4 +1,5 @@
-"""Frames of backward: what each module's call takes and gives there, and nothing that is computed changes."""
+"""Frames of backward: the gradients that each module's call receives and contributes. Results do not
+change."""
 
 import re
 
@@ -16,7 +17,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def traced(model, train, **options):
-    """What is printed of the backward of the first batch, without its headers."""
+    """Printed text of the first batch's backward, without its headers."""
 
     def run():
         with DebugUnderflowOverflow(model, trace_batch_nums=[0], backward=True, **options):
@@ -38,7 +39,7 @@ def row(tensor, context):
 
 
 class Shares(nn.Module):
-    """One layer twice, an in-place operator, and an output that the loss does not use."""
+    """A layer that is used twice, an in-place operator, and an output that the loss does not use."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +114,7 @@ def test_a_frame_has_what_the_call_took_and_what_it_gave():
         " " * 18 + "1 ReLU",
         row(of_active, "grad_output"),
         row(of_hidden, "grad_input[0]"),
-        " " * 18 + " Sequential",  # has given its last gradient when the weight's is still to be transposed
+        " " * 18 + " Sequential",  # gives its last gradient before the weight's is transposed
         row(of_output, "grad_output"),
         row(of_x, "grad_input[0]"),
         " " * 18 + "0 Linear",
@@ -157,7 +158,7 @@ def test_a_shared_module_has_a_frame_for_each_call_with_its_own_part():
     assert len(of_calls) == 2
     first, second = (re.search(r"(\S+) grad_weight", frame)[1] for frame in of_calls)
     assert first != second
-    assert float(first) < model.layer.weight.grad.abs().max()  # which is the sum
+    assert float(first) < model.layer.weight.grad.abs().max()  # the sum
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -269,7 +270,7 @@ class Root(nn.Module):
 
 
 class Attention(nn.Module):
-    """Three consumers of one tensor, the first of which makes a NaN in backward."""
+    """Three consumers of one tensor; the first one makes a NaN in backward."""
 
     def __init__(self):
         super().__init__()

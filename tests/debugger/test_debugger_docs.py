@@ -1,4 +1,4 @@
-"""The scripts of docs/transformers.md print what stands below them there."""
+"""The scripts of docs/transformers.md print the text shown there."""
 
 import itertools
 import re
@@ -14,7 +14,7 @@ NUMBER = re.compile(r"\d\.\d\de[+-]\d\d")
 
 
 def examples():
-    """(script, what it prints), of each script that a report follows."""
+    """(script, printed text) of each script that a report follows."""
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     pairs = itertools.pairwise(blocks)
     return [
@@ -36,7 +36,7 @@ def test_a_report_is_what_its_script_prints(number, tmp_path):
     assert run.stderr.splitlines()[-1].startswith(
         "ValueError: DebugUnderflowOverflow: inf/nan detected, aborting"
     )
-    # Another CPU adds in another order: the last digit of a maximum may differ, and much of a minimum.
+    # Another CPU adds in another order: the last digit of a maximum may differ, and many digits of a minimum.
     assert NUMBER.sub("#", run.stdout).strip() == NUMBER.sub("#", text).strip()
     printed, documented = ([float(m) for m in MAXIMUM.findall(t)] for t in (run.stdout, text))
     assert len(documented) > 5

@@ -1,4 +1,4 @@
-"""Where the debugger's text goes when stdout or the disk does not take it, bundles, and masked scores."""
+"""The debugger's text if stdout or the disk fails, bundles, and masked scores."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ class FullDisk(io.StringIO):
 
 
 def overflow(**options):
-    """The error's text, and what stderr took, of a bad batch."""
+    """The error's text and the stderr of a bad batch."""
     model = nn.Linear(2, 2)
     err = io.StringIO()
     with contextlib.redirect_stderr(err), pytest.raises((ValueError, OSError)) as caught:
@@ -42,7 +42,7 @@ def overflow(**options):
     return caught, err.getvalue()
 
 
-# ---- Output that takes nothing ------------------------------------------------------------------
+# ---- Output that fails ---------------------------------------------------------------------------
 
 
 def test_the_original_ends_in_python_s_own_words_and_its_report_is_lost():
@@ -143,7 +143,7 @@ def test_a_bad_tensor_is_written_as_a_bundle_and_read_back(tmp_path, capsys):
     text = shown(bundle)
     device = "" if IS_ON_CPU else " cuda:0"
     assert f"input[0] bfloat16{device} [2, 2] [2, 1] 1 1 [0, 1]" in re.sub(" +", " ", text)
-    # Of a birth nothing is known, and there is no call to execute.
+    # A birth is unknown, and there is no call to execute.
     assert re.sub(r"\n(?=\n)", "", text).splitlines()[2:4] == [
         "module after the norm",
         "module call after the norm, a detect_overflow, evaluating",
@@ -210,7 +210,7 @@ class Scores(nn.Module):
 
 
 class Attention(nn.Module):
-    """Scores, what is done to them in modules of their own, and a softmax that takes them."""
+    """Scores, modules that change them, and a softmax over the result."""
 
     def __init__(self, add):
         super().__init__()

@@ -1,4 +1,4 @@
-"""DebugUnderflowOverflow on several gloo ranks: one sees an overflow, all end, each says who it was."""
+"""DebugUnderflowOverflow on several gloo ranks: one sees an overflow, all end, and each names that rank."""
 
 import datetime
 import re
@@ -18,7 +18,7 @@ BATCHES = 400
 
 
 class Sums(nn.Module):
-    """As SyncBatchNorm, which has no implementation for gloo: the mean over all ranks."""
+    """Like SyncBatchNorm, which gloo does not support: the mean over all ranks."""
 
     def forward(self, x):
         mean = x.mean().detach().float()
@@ -50,7 +50,7 @@ def train_watched(rank, size, port, folder, training, bad_rank, watch):
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=600),  # a rank that waits for it is found out by run_programs
+        timeout=datetime.timedelta(seconds=600),  # run_programs detects a rank that waits for it
     )
     model = model_for(training)
     remove = watch(model, folder)
@@ -60,7 +60,7 @@ def train_watched(rank, size, port, folder, training, bad_rank, watch):
     for batch in range(BATCHES):
         x = torch.ones(4, 8, dtype=dtype)
         if rank == bad_rank and batch == 2:
-            # Finite itself: the first linear layer makes infinities of it.
+            # Itself finite: the first linear layer makes infinities of it.
             x *= torch.finfo(dtype).max
             model[0].weight.data.fill_(1)
         trained(x).sum().backward()
@@ -77,7 +77,7 @@ def train_watched(rank, size, port, folder, training, bad_rank, watch):
     ("size", "training", "bad_rank"),
     [
         (2, "ddp", 1),
-        (2, "ddp", 0),  # which holds the Store
+        (2, "ddp", 0),  # holds the Store
         (4, "ddp", 2),
         (2, "sync_bn", 1),
         (4, "alone", 3),
@@ -89,7 +89,7 @@ def test_all_ranks_end_in_seconds_and_name_the_one_that_saw_something(tmp_path, 
     found = rf"rank {bad_rank} \(host \S+\) detected inf/nan in batch_number=2: 0 Linear: output has infs"
     for rank, (code, _, stderr) in enumerate(results):
         assert code == 1, (rank, stderr)
-        # Behind torch's prefix; Triton's extension has its own last words.
+        # After torch's prefix; Triton's extension prints its own last words.
         error = re.findall(r"^\[rank\d\]: (.*)", stderr, flags=re.M)
         if rank == bad_rank:
             assert error[-1].startswith("ValueError: DebugUnderflowOverflow: inf/nan detected, aborting as")
@@ -102,7 +102,7 @@ def test_all_ranks_end_in_seconds_and_name_the_one_that_saw_something(tmp_path, 
     text = (tmp_path / "run" / f"debug_rank{bad_rank}.txt").read_text()
     assert re.match(rf"# rank {bad_rank} of {size} \(host \S+\), process \d+, \d{{4}}-", text)
     assert "\nDetected inf/nan during batch_number=2\nLast " in text and "0 Linear\n" in text
-    # Rank 0's terminal has the report, whoever made it; the others' have nothing.
+    # Rank 0's terminal has any rank's report; the other terminals have nothing.
     assert "\nDetected inf/nan during batch_number=2\nLast " in results[0][1]
     assert all(stdout == "" for _, stdout, _ in results[1:])
 
@@ -122,7 +122,7 @@ def test_a_healthy_training_ends_well_and_writes_nothing(tmp_path):
 
 
 def go_on_after_two_findings(rank, size, folder):
-    """Every rank catches the error, twice; the second is another rank's."""
+    """Every rank catches the error twice; the second finding is another rank's."""
     model = nn.Linear(2, 2)
     debugger = DebugUnderflowOverflow(model, output_dir=folder)
     errors = []
@@ -151,7 +151,7 @@ def test_ranks_that_go_on_are_notified_of_the_next_finding_too(tmp_path):
 
 def test_a_store_that_cannot_be_shared_is_reported(monkeypatch):
     class OwnStore(dist.Store):
-        """Of a framework, in Python."""
+        """A framework's Store, in Python."""
 
     monkeypatch.setattr(ranks_of_debugger.dist.distributed_c10d, "_get_default_store", OwnStore)
     monkeypatch.setattr(ranks_of_debugger.dist, "get_backend", lambda: "mpi")

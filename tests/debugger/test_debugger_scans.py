@@ -1,6 +1,6 @@
-"""Scans that wait for a device: the same text as where they do not, and one wait for all of a batch.
+"""Scans that wait for a device: the same text as without waiting, and one wait per batch.
 
-The engine's scans are held back here until they are read, as an accelerator's are; the last test has a GPU.
+Here the engine's scans are held back until they are read, like an accelerator's; the last test has a GPU.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _TensorScans = _C.TensorScans
 
 
 class AtOnce:
-    """_C.TensorScans as it is for tensors in host memory, wherever they are."""
+    """_C.TensorScans with the behaviour for host memory, on any device."""
 
     def __init__(self):
         self._true = _TensorScans()
@@ -39,13 +39,13 @@ class AtOnce:
 
 
 class OfADevice:
-    """_C.TensorScans as it is for tensors that are not in host memory."""
+    """_C.TensorScans with the behaviour for tensors outside of host memory."""
 
     reads = 0
 
     def __init__(self):
         self._true = _TensorScans()
-        self._seen = []  # stats, or where the tensor is on a device, their true number
+        self._seen = []  # stats, or for a tensor on a device, its true number
 
     def enqueue(self, tensor):
         seen = self._true.enqueue(tensor)
@@ -63,7 +63,8 @@ class OfADevice:
 
 @pytest.fixture
 def deferred(monkeypatch):
-    """The scans of debuggers wait for nothing until this is called; it counts the reads from then on."""
+    """Debuggers' scans wait for nothing until the returned function is called; from then on reads are
+    counted."""
     monkeypatch.setattr(_C, "TensorScans", AtOnce)
 
     def start():
@@ -144,10 +145,10 @@ def test_what_follows_from_the_first_bad_value_is_not_reported_as_well(deferred)
     assert at_once[0][0].startswith("bias has infs\noutput has infs\n\nDetected") and at_once[2:4] == [2, 4]
     deferred()
     assert run() == at_once
-    assert reads() == 2 + 2  # the weights of the module to be reported are scanned again
+    assert reads() == 2 + 2  # the weights of the reported module are scanned again
 
 
-# ---- When scans are read ------------------------------------------------------------------------
+# ---- Reading the scans --------------------------------------------------------------------------
 
 
 def gpt2(checkpointing=None):
@@ -268,7 +269,7 @@ def test_no_tensor_is_kept_until_the_batch_ends(deferred):
 
 
 class Fails(nn.Module):
-    """Checks its values, as distributions do."""
+    """Checks its values, like distributions."""
 
     def __init__(self):
         super().__init__()
@@ -317,7 +318,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("then", ["the next call", "remove", "leaving with an error", "frames"])
 def test_what_a_call_outside_of_the_model_has_left_is_judged(deferred, then):
-    """Its end is not seen where it raises."""
+    """The end of the call is not seen if it raises."""
     deferred()
     model = nn.Sequential(Block())
     out = io.StringIO()
@@ -439,7 +440,7 @@ def test_ranks_tell_each_other(tmp_path, bad_ranks):
 
 
 class Peers:
-    """Another rank has found something."""
+    """Another rank has a finding."""
 
     def __init__(self):
         self.finding = Finding(3, "a17", 0, "lm_head Linear: output has nans", "its report", "a file")
@@ -478,7 +479,7 @@ def test_a_rank_that_is_notified_in_the_middle_of_a_forward_shows_what_it_has_se
 
 
 def powers_of_two(depth):
-    """Products and sums that no device rounds, until fp16 overflows in the last layer but one."""
+    """Products and sums that no device rounds, until fp16 overflows in the second-to-last layer."""
     layers = [nn.Linear(4, 4, bias=False) for _ in range(depth)]
     with torch.no_grad():
         for layer in layers:
@@ -494,7 +495,7 @@ def waits_of(depth, batches):
     model = powers_of_two(depth).cuda()
     x = torch.ones(2, 4, dtype=torch.float16, device="cuda") / 2**depth
     with ours.DebugUnderflowOverflow(model):
-        model(x)  # makes the slots
+        model(x)  # creates the slots
         torch.cuda.synchronize()
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -528,7 +529,7 @@ def test_what_one_module_hands_to_the_next_is_read_once(monkeypatch):
     model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh(), nn.Sigmoid()), nn.Linear(3, 2))
     x = torch.randn(2, 3)
     with ours.DebugUnderflowOverflow(model):
-        for batch in (1, 2):  # a later batch is read anew: its memory may be the same
+        for batch in (1, 2):  # a later batch is read again: its memory may be the same
             model(x)
             passed = [tensor for tensor in read if not isinstance(tensor, nn.Parameter)]
             assert len(passed) == 5 * batch  # the input, and one output of each of four
@@ -559,5 +560,5 @@ def test_on_a_gpu_the_text_is_the_cpus_and_a_batch_waits_once():
     assert "Detected inf/nan during batch_number=1" in on_the_cpu[0]
     assert run("cuda") == on_the_cpu
     shallow, deep = waits_of(2, 5), waits_of(14, 5)
-    assert shallow == deep  # nothing waits for a tensor
+    assert shallow == deep  # no wait per tensor
     assert waits_of(2, 10) - shallow == 5
