@@ -8,7 +8,8 @@ from fixtures import run_in_tmp_path, same_seed, without_leftovers  # noqa: F401
 
 @pytest.fixture(autouse=True)
 def made_in_host_memory():
-    """Models and data, whatever the default device is: a Trainer moves them to its own."""
+    """Models and data are created in host memory, whatever the default device: a Trainer moves them to its
+    own."""
     device = torch.get_default_device()
     if device.type == "cpu":
         yield
@@ -20,7 +21,7 @@ def made_in_host_memory():
 
 @pytest.fixture(autouse=True)
 def no_precision_left_behind():
-    """Before transformers 5, TrainingArguments(bf16=True) makes it the default of the whole process."""
+    """Before transformers 5, TrainingArguments(bf16=True) sets the default precision of the whole process."""
     with mock.patch.dict(os.environ):
         os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
         yield

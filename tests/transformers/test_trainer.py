@@ -1,4 +1,4 @@
-"""NanLocatorCallback in real Trainers: faults that are planted in a chosen step, and runs without one."""
+"""NanLocatorCallback in real Trainers: faults planted in a chosen step, and healthy runs."""
 
 import gc
 import json
@@ -74,7 +74,7 @@ def trainer_of(model, *callbacks, data=None, cls=Trainer, optimizers=(None, None
 
 
 class AtStep(TrainerCallback):
-    """Calls `action` once, right before forward of that step (counted from 1)."""
+    """Calls `action` once, immediately before that step's forward (counted from 1)."""
 
     def __init__(self, step, action):
         self.step, self.action = step, action
@@ -85,7 +85,7 @@ class AtStep(TrainerCallback):
 
 
 def found_by(trainer):
-    """The verdict with which training stops."""
+    """The verdict that stops training."""
     with pytest.raises(NonFiniteGradientError) as raised:
         trainer.train()
     return raised.value.verdict
@@ -154,7 +154,7 @@ def test_a_repeat_that_differs_is_told(capfd):
         def training_step(self, model, inputs, num_items_in_batch=None):
             self.calls += 1
             with torch.no_grad():
-                model.transformer.wpe.weight[0] += self.calls  # what nobody can put back
+                model.transformer.wpe.weight[0] += self.calls  # cannot be restored
             return super().training_step(model, inputs, num_items_in_batch)
 
     trainer_of(gpt2(), NanLocatorCallback(rerun="always"), cls=Drifting, max_steps=1).train()
@@ -334,7 +334,7 @@ def test_what_training_step_moves_can_be_registered():
 
 
 class FailsOnce(Trainer):
-    """Step 2 comes out bad, but not when it is executed again."""
+    """Step 2 is bad, but not in its re-run."""
 
     is_due = True
 
@@ -369,7 +369,7 @@ def test_recover_goes_on_as_if_the_fault_had_never_been(accumulation):
 
 
 class AlwaysFails(Trainer):
-    """Step 2, as often as it is executed."""
+    """Step 2 is bad in every execution."""
 
     def compute_loss(self, model, *args, **kwargs):
         loss = super().compute_loss(model, *args, **kwargs)
@@ -412,7 +412,7 @@ def test_report_writes_every_verdict_and_goes_on():
 
 
 def with_loss_scaler(trainer, scale):
-    """accelerate makes one on CUDA only; what it does with one on the CPU is the same."""
+    """accelerate makes a loss scaler only on CUDA, but uses it in the same way on the CPU."""
     accelerator = trainer.accelerator
     accelerator.scaler = torch.amp.GradScaler(
         "cpu" if USES_CPU else "cuda", init_scale=scale, growth_interval=1000

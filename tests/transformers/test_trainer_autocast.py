@@ -24,7 +24,7 @@ from nanlocator.transformers import no_autocast
 
 
 class Large(nn.Module):
-    """Its inner values do not fit into fp16; what it returns does."""
+    """Its inner values exceed fp16's range; its result does not."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ def test_an_overflow_under_autocast_is_cured_and_comes_back():
     cured = loss_and_gradients(model, x, torch.float16)
     for got, expected in zip(cured, exact, strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3)
-    assert loss_and_gradients(model, x)[0] == exact[0]  # nothing changes without autocast
+    assert loss_and_gradients(model, x)[0] == exact[0]  # no change without autocast
     handle.remove()
     handle.remove()
     assert not is_finite(loss_and_gradients(model, x, torch.float16))
@@ -126,7 +126,7 @@ def test_half_weights_are_used_in_fp32_and_stay_the_optimizers(dtype):
         torch.testing.assert_close(got, expected, rtol=5e-2, atol=2e-2 * expected.abs().max().item())
     assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
     assert all(p.dtype == dtype and p.grad.dtype == dtype for p in parameters)
-    assert model.large(x.to(dtype)).dtype == dtype  # as the next module's weights need it
+    assert model.large(x.to(dtype)).dtype == dtype  # needed by the next module's weights
     before = model.large.up.weight.clone()
     optimizer.step()
     assert not torch.equal(before, model.large.up.weight)
@@ -224,7 +224,7 @@ def test_a_copy_and_a_pickle_have_a_remedy_of_their_own():
         assert other.large.forward.args[0]._module is other.large
         assert not torch.equal(other.large(x), model.large(x))
     handle.remove()
-    assert no_autocast(other.large) is other.large.forward.args[0]  # the same one again
+    assert no_autocast(other.large) is other.large.forward.args[0]  # the same handle
 
 
 def test_a_whole_model_trains_in_fp32_in_a_trainer_with_mixed_precision():
@@ -261,7 +261,7 @@ def test_what_is_no_module_is_refused():
 
 
 def test_the_overflow_of_t5_is_cured():
-    """The documented case: dense-gated-gelu whose output is near fp16's end, and a dropout behind it."""
+    """The documented case: a dense-gated-gelu with an output near fp16's limit, and a dropout after it."""
     torch.manual_seed(0)
     config = T5Config(
         vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0,

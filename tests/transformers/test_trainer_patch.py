@@ -16,7 +16,7 @@ ORIGINAL = transformers.trainer.DebugUnderflowOverflow
 
 
 def debuggers():
-    """Of all models; the original's hang on their model alone."""
+    """All models' debuggers; the original's hooks are only on its model."""
     found = (o for o in gc.get_objects() if type(o) is ours.DebugUnderflowOverflow)
     return [debugger for debugger in found if debugger._hooks]
 
@@ -66,7 +66,7 @@ def test_an_overflow_ends_training_with_the_frames(capsys):
     text = capsys.readouterr().out
     assert "Detected inf/nan during batch_number=0" in text
     assert "bert.encoder.layer.1.intermediate.dense Linear" in text
-    assert re.search(r" (inf|nan) output\n", text)  # the sum of a row: kernels add in an order of their own
+    assert re.search(r" (inf|nan) output\n", text)  # the sum of a row: kernels add in different orders
 
 
 def test_patching_is_idempotent_and_reversible():

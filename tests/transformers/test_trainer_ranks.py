@@ -49,7 +49,7 @@ def trainer_of(rank, world_size, bad_item=None, callback=True, **arguments):
 
 
 def digest(*tensors):
-    """What fits through the pipe of a rank."""
+    """The part that fits through a rank's pipe."""
     return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
@@ -64,7 +64,7 @@ def with_bad_data(rank, world_size, bad_item, accumulation):
         return error.verdict, str(error), trainer.state.global_step
 
 
-# Accelerate deals batches of one item round the ranks: item i goes to rank i % 2.
+# Accelerate distributes batches of one item cyclically: rank i % 2 gets item i.
 @pytest.mark.parametrize("bad_item, accumulation, place", [(3, 1, (2, None)), (7, 2, (2, 1)), (5, 2, (2, 0))])
 def test_the_rank_with_the_bad_data_is_named(bad_item, accumulation, place):
     (first, text, step), (second, *_) = run_ranks(2, with_bad_data, bad_item, accumulation)

@@ -1,4 +1,4 @@
-"""A package without its debugger, as NANLOCATOR_DEBUGGER=OFF builds it."""
+"""A package without its debugger, as built with NANLOCATOR_DEBUGGER=OFF."""
 
 import os
 from pathlib import Path
