@@ -1,7 +1,7 @@
-"""What a GPU should show. Without one, each test that can do so runs on the CPU, at small size.
+"""Tests for a GPU. Without one, each test that can do so runs on the CPU, at small size.
 
-tools/gpu runs each file in a process of its own and sets two variables: what a test records
-(`record_property`) is appended to NANLOCATOR_FIGURES, a line of JSON for each test, and no test begins after
+tools/gpu runs each file in its own process and sets two variables. Values that a test records
+(`record_property`) are appended to NANLOCATOR_FIGURES, a line of JSON for each test, and no test begins after
 NANLOCATOR_DEADLINE (seconds since the epoch).
 """
 

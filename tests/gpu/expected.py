@@ -1,4 +1,4 @@
-"""What a verdict says, and what it should."""
+"""Compares a verdict with the expected one."""
 
 import dataclasses
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """Of the origins: of each name in ``names`` one of the values, which an operator begins with and a line
-    holds."""
+    """Expected origins: for each name in ``names`` one of the values; the operator begins with its value, the
+    line contains it."""
 
     operator: tuple[str, ...] = ()
     cause: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Expected:
 
 
 def check(verdict: dict[str, Any] | None, expected: Expected | None) -> None:
-    """``expected`` None: a healthy program."""
+    """``expected`` is None for a healthy program."""
     found = verdict and {key: verdict[key] for key in ("origins", "rerun", "notes")}
     assert (verdict is None) == (expected is None), found
     if verdict is None or expected is None:

@@ -1,4 +1,4 @@
-"""The device of these tests, and what they ask of it."""
+"""The device of these tests, and queries about it."""
 
 import subprocess
 import warnings
@@ -16,7 +16,7 @@ def synchronize(device):
 
 
 def host_waits(device, step):
-    """Calls of Torch in ``step`` that wait for the GPU, as set_sync_debug_mode sees them; None on the CPU."""
+    """Calls of Torch in ``step`` that wait for the GPU, according to set_sync_debug_mode; None on the CPU."""
     if device != "cuda":
         step()
         return None
@@ -37,7 +37,7 @@ class Replays:
         self._running = []
 
     def start(self, folder):
-        """Of each bundle below ``folder``, of which there must be one."""
+        """Starts the only bundle below ``folder``."""
         bundles = sorted(path.parent for path in Path(folder).rglob("bundle.json"))
         assert bundles
         for bundle in bundles:
@@ -46,7 +46,7 @@ class Replays:
             self._running.append((bundle, process))
 
     def check(self):
-        """Gives the exit status of each: 1 if the call is bad again, 0 if it is finite."""
+        """Returns the exit status of each: 1 if the call is bad again, 0 if it is finite."""
         done = [(bundle, process.communicate(timeout=60)[0], process) for bundle, process in self._running]
         failed = {str(bundle): text for bundle, text, process in done if process.returncode not in (0, 1)}
         assert not failed

@@ -1,4 +1,4 @@
-"""The kernels' own tests and benchmark, as tools/gpu builds them; without a GPU, what stands in for them."""
+"""The kernels' own tests and benchmark, as tools/gpu builds them; without a GPU, their CPU counterparts."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""What a healthy step costs on the device, and a single scan: figures, which docs/benchmarks.md judges."""
+"""The cost of a healthy step on the device, and of a single scan: figures, which docs/benchmarks.md
+judges."""
 
 import contextlib
 import gc
@@ -29,7 +30,7 @@ SIZES = {"cuda": (2**12, 2**20, 2**24, 2**28, 2**31), "cpu": (2**12, 2**20)}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GPT2 if DEVICE == "cuda" else TINY)
 def test_a_step_of_gpt2_in_bf16_at_each_level(name, device, record_property):
-    """Where the GPU is busy all the time, and where it waits for the host."""
+    """One size keeps the GPU busy all the time, in the other it waits for the host."""
     for key, figures in overhead(device, **(GPT2 | TINY)[name]).items():
         record_property(key, figures)
 
@@ -52,7 +53,7 @@ def overhead(device, layers, hidden, batch, sequence, rounds):
     steps = 3
 
     def run(variant: str) -> float:
-        gc.collect()  # of what the variant before has left
+        gc.collect()  # frees the previous variant's memory
         with variants[variant]() as optimizer:
 
             def step() -> None:
@@ -60,7 +61,7 @@ def overhead(device, layers, hidden, batch, sequence, rounds):
                 model(tokens, labels=tokens).loss.backward()
                 optimizer.step()
 
-            step()  # makes plans
+            step()  # creates the plans
             step()
             synchronize(device)
             started = time.perf_counter()
@@ -101,11 +102,11 @@ def test_a_scan_of_one_tensor_outside_of_a_plan(size, device, record_property):
 
 
 def _times(device: str, call: Callable[[], Any], count: int) -> tuple[float, float]:
-    """Microseconds of a call: the host's until it returns, and the device's (on the CPU: both alike)."""
+    """Microseconds of a call: the host's until it returns, and the device's (on the CPU both are equal)."""
     call()
     synchronize(device)
     if device == "cuda":
-        torch.cuda._sleep(20_000_000)  # some 10 ms, so that the device is never waiting for the host
+        torch.cuda._sleep(20_000_000)  # some 10 ms, so that the device never waits for the host
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
     started = time.perf_counter()

@@ -89,7 +89,7 @@ def test_the_bundles_of_these_faults_replay(replays, record_property):
 
 
 class Layers(nn.Module):
-    """Residual layers; NaN from the first on where it is bad."""
+    """Residual layers; NaN from the first on if it is bad."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_a_bad_step_on_a_full_device_is_executed_again(device, record_property):
         return loss
 
     def step():
-        """Seconds, and the peak of the device's memory."""
+        """Returns seconds, and the peak of the device's memory."""
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         synchronize(device)
@@ -135,7 +135,7 @@ def test_a_bad_step_on_a_full_device_is_executed_again(device, record_property):
     step()
     healthy_seconds = sorted(step()[0] for _ in range(5))[2]
     _, healthy_peak = step()
-    if device == "cuda":  # the step fills 95 % of what it may have
+    if device == "cuda":  # the step fills 95 % of its limit
         total = torch.cuda.get_device_properties(0).total_memory
         reserved = torch.cuda.max_memory_reserved()
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""A fault each in kernels of many kinds, in a small model under `nanlocator.watch`."""
+"""One fault each in kernels of many kinds, in a small model under `nanlocator.watch`."""
 
 import contextlib
 import ctypes
@@ -34,7 +34,7 @@ class Fault(nn.Module):
 
 
 class Planted(nn.Module):
-    """The fault between two layers, in their dtype; its steps are bad where `is_bad` is."""
+    """The fault between two layers, in their dtype; active in steps with `is_bad`."""
 
     def __init__(self, compute: Compute) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Planted(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Plant:
-    """A program that is bad in its last step, where `spoil` has been called on its model."""
+    """A program that is bad in its last step, after `spoil` has been called on its model."""
 
     compute: Compute
     expected: Expected
@@ -64,7 +64,7 @@ class Plant:
     scaler: bool = False
     healthy_steps: int = 1
     bad_steps: int = 1
-    may_be_finite: bool = False  # what this kernel makes of it is its own affair
+    may_be_finite: bool = False  # this kernel may give a finite result
 
     def model(self, device: str) -> nn.Module:
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ class Plant:
             return self.loss(model(batch))
 
     def is_bad_without(self, device: str) -> bool:
-        """Whether anything is bad at all, with nothing of nanlocator there."""
+        """Whether any value is bad without nanlocator."""
         model = self.model(device)
         self.spoil(model)
         loss = self.loss_of(model, device, 0)
@@ -379,7 +379,7 @@ def attention_faults(device: str) -> dict[str, Plant]:
     return plants
 
 
-# ---- kernels that nobody sees --------------------
+# ---- kernels that no observer sees --------------------
 
 SPOIL = """
 extern "C" __global__ void spoil(const float* from, float* to, int count) {
@@ -395,7 +395,7 @@ def kernel() -> Any:
 
 
 def launch(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Twice the source, but for an element, which is NaN; the dispatcher does not see it."""
+    """Doubles the source, but writes NaN into one element; the dispatcher does not see it."""
     if source.device.type == "cuda":
         grid = ((source.numel() + 255) // 256, 1, 1)
         kernel()(grid=grid, block=(256, 1, 1), args=[source, target, source.numel()])
@@ -453,7 +453,7 @@ def unseen_kernels() -> dict[str, Plant]:
     }
 
 
-# ---- optimizers with kernels of their own, and compiled models --------------------
+# ---- optimizers with their own kernels, and compiled models --------------------
 
 
 def optimizers(device: str) -> dict[str, Plant]:
@@ -475,7 +475,7 @@ def optimizers(device: str) -> dict[str, Plant]:
 
 
 class Gated(nn.Module):
-    """Healthy while the gate is zero: the code, and so what is compiled, is the same in a bad step."""
+    """Healthy while the gate is zero: code and compiled code are the same in a bad step."""
 
     def __init__(self, _: Compute) -> None:
         super().__init__()
@@ -522,7 +522,7 @@ def case(name: str, plant: Plant) -> Any:
 
 @pytest.mark.parametrize("plant", [case(name, plant) for name, plant in PLANTS.items()])
 def test_the_fault_of_a_kernel_is_named(plant, device):
-    # What a bad state or a compiled model makes bad is not seen in one step without an optimizer.
+    # A single step without an optimizer does not see faults of a bad state or a compiled model.
     is_seen_alone = plant.spoil_state is Plant.spoil_state and plant.compiled is None
     is_bad = not is_seen_alone or plant.is_bad_without(device)
     assert is_bad or plant.may_be_finite, "the planted fault makes no gradient bad"

@@ -1,5 +1,5 @@
-"""Megatron-Core, DistributedDataParallel and FSDP: a fault in each case, and what the verdict says of it; and
-healthy steps, each re-run, which change no bit.
+"""Megatron-Core, DistributedDataParallel and FSDP: a fault and its verdict in each case; and healthy steps,
+each re-run, which change no bit.
 
 One rank over NCCL (gloo on the CPU), and two over gloo that share the device.
 """
@@ -42,7 +42,7 @@ _megatron = KeptRanks(RankServer("torch", on_gpu=DEVICE == "cuda"), "nccl" if DE
 
 
 def found(ranks: KeptRanks, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What each rank gives; a rank that raises gives a tuple."""
+    """The result of each rank; a tuple if the rank raises."""
     results = ranks.run_ranks(world_size, function, *arguments)
     assert all(isinstance(result, dict) for result in results), results
     return results
@@ -99,11 +99,11 @@ def spoil_weight(weight: torch.Tensor) -> None:
     local.detach().view(-1)[BAD_ELEMENT] = math.nan
 
 
-# ---- what a verdict must say --------------------
+# ---- expected verdicts --------------------
 
 
 def device_of_gpu(device: str) -> str:
-    """As the driver says it, where it has a tool to ask."""
+    """As the driver reports it, if it has a tool."""
     if device == "cpu":
         return "cpu"
     properties = torch.cuda.get_device_properties(0)
@@ -118,7 +118,7 @@ def device_of_gpu(device: str) -> str:
 
 
 def origin_of(verdict: dict[str, Any]) -> dict[str, Any]:
-    """What of the verdict is compared, and what explains a difference."""
+    """The compared parts of the verdict, and parts that explain a difference."""
     keys = ("cause", "module", "parameter", "phase", "direction", "microbatch", "candidates")
     origins = [
         {
@@ -144,7 +144,7 @@ def origin_of(verdict: dict[str, Any]) -> dict[str, Any]:
 def check(
     verdict: dict[str, Any] | None, run_dir: str, expected: dict[str, Any], device: str
 ) -> dict[str, Any]:
-    """Gives what is recorded of it."""
+    """Returns the part that is recorded."""
     assert verdict is not None, "not found"
     found = origin_of(verdict)
     expected = {"iteration": 2, "reproduced": True, "not_restored": [], "rank": 0, **expected}
@@ -168,7 +168,7 @@ def check(
 
 
 def check_healthy(alone: list[torch.Tensor], watched: list[torch.Tensor], verdicts: Any, said: str) -> None:
-    """Two differences in bits are distinguished: between the trainings, and between a step and its re-run."""
+    """Distinguishes two kinds of different bits: between the trainings, and between a step and its re-run."""
     complaints = [line for line in said.splitlines() if re.search(r"nanlocator: step|other bits", line)]
     different = sum(not torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
     assert not verdicts, f"false alarm: {[origin_of(verdict) for verdict in verdicts]}"
@@ -228,7 +228,7 @@ def fsdp1(net: Net, device: str) -> nn.Module:
 
 
 class Loop:
-    """Training of a ``Net``; ``wrap`` makes it parallel."""
+    """Trains a ``Net``; ``wrap`` makes it parallel."""
 
     def __init__(self, wrap: Wrap, device: str, rank: int = 0) -> None:
         torch.manual_seed(0)
@@ -252,7 +252,7 @@ class Loop:
         self.optimizer.zero_grad()
 
     def state(self) -> list[torch.Tensor]:
-        """Weights, as this rank has them, and a random number."""
+        """This rank's weights, and a random number."""
         weights = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]
         return [*(weight.detach().clone() for weight in weights), torch.rand(1, device=self.device)]
 
@@ -292,7 +292,7 @@ LOOP_FAULTS: dict[str, tuple[Plant, dict[str, Any]]] = {
 
 
 def watched_verdict(loop: Loop, plant: Plant | None, **options: Any) -> tuple[dict[str, Any] | None, str]:
-    """Of the second step, and the run's folder."""
+    """The second step's verdict, and the run's folder."""
     watch = nanlocator.watch(loop.model, loop.optimizer, on_bad="stop", **options)
     try:
         loop.step()
@@ -404,11 +404,11 @@ def test_a_fault_of_one_of_two_ranks_on_one_device_is_located(way, name):
     found(_two, 2, located, "ddp", way, name)
 
 
-# ---- one of two ranks is out of memory in the re-run --------------------
+# ---- one of two ranks runs out of memory in the re-run --------------------
 
 
 def fails_in_the_rerun(rank: int, world_size: int, port: int) -> None:
-    """Rank 0 computes the NaN, rank 1 fails when it is to compute again."""
+    """Rank 0 computes the NaN; rank 1 fails in its re-run."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     torch.manual_seed(0)
     model = Net(32).to(DEVICE)
@@ -447,8 +447,8 @@ def test_a_rank_that_fails_in_the_rerun_ends_in_time_and_the_nans_rank_is_named(
 
 
 class MegatronPlaces:
-    """Where faults act in a ``Training`` of Megatron-Core: the outputs of two layers' MLPs and the loss mask,
-    in the second microbatch."""
+    """Places for faults in a ``Training`` of Megatron-Core: the outputs of two layers' MLPs and the loss
+    mask, in the second microbatch."""
 
     BAD_MICROBATCH = 1
 
@@ -489,7 +489,7 @@ class MegatronPlaces:
 
 
 def training(*sizes: Any) -> Any:
-    """A new one of the benchmarks' Training."""
+    """Constructs the benchmarks' Training."""
     sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
     os.environ["MEGATRON_ON"] = DEVICE
     from megatron_training import Training, parallel_state
@@ -506,7 +506,7 @@ def places() -> MegatronPlaces:
         made = training("small", 4, 512, 1024, 8, 8, 1024, 256, 1, 1, 1, 2)
     else:
         made = training("tiny", 4, 64, 128, 4, 4, 256, 32, 1, 1, 1, 2)
-    made.config.bias_dropout_fusion = False  # it is compiled: a minute of the device
+    made.config.bias_dropout_fusion = False  # compiling it takes a minute of device time
     return MegatronPlaces(made, DEVICE)
 
 

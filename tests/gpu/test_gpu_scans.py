@@ -1,4 +1,4 @@
-"""Scans on the device: their stats are those of the CPU, and of the moment when they were asked for."""
+"""Scans on the device: their stats equal the CPU's, and are those from the moment of the call."""
 
 import contextlib
 
@@ -30,7 +30,7 @@ def test_the_stats_of_the_device_are_those_of_the_cpu(dtype, device, record_prop
         host = values.to(dtype)
         whole = host.to(device)
 
-        # From every alignment, every second element, and a transposed matrix.
+        # Every alignment, every second element, and a transposed matrix.
         def views(t, size=size):
             shifted = [t[begin : begin + size] for begin in range(9)]
             return [*shifted, t[::2], t[: size // 4 * 4].view(4, -1).t(), t[:0]]
@@ -63,7 +63,7 @@ def test_a_scan_sees_the_tensor_as_it_was_when_it_was_asked_for(device):
                 stream = others[number % len(others)]
                 stream.wait_stream(torch.cuda.current_stream())
                 stack.enter_context(torch.cuda.stream(stream))
-                torch.cuda._sleep(100_000)  # what is enqueued too early would see the round before
+                torch.cuda._sleep(100_000)  # a scan that is enqueued too early would see the previous round
             tensor.fill_(float("nan") if number % 2 else float(number))
             numbers.append(scans.enqueue(tensor))
             tensor.zero_()

@@ -1,4 +1,4 @@
-"""Streams of a GPU that do not wait for each other, and some that do."""
+"""GPU streams that do not wait for each other, and some that do."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ LONG = 200_000_000  # cycles: about 0.1 s
 
 
 class Streams(nn.Module):
-    """Two layers; what a side stream or the host does to a buffer stands between them."""
+    """Two layers, with a side stream's or the host's work on a buffer between them."""
 
     def __init__(self, program: Callable[["Streams", torch.Tensor], torch.Tensor], device: str) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def always_waiting(model: Streams, x: torch.Tensor) -> torch.Tensor:
 class Race:
     program: Callable[[Streams, torch.Tensor], torch.Tensor]
     expected: Expected | None
-    lines: tuple[str, str] | None = None  # of the operator and of what it does not wait for
+    lines: tuple[str, str] | None = None  # the operator's line, and the line it does not wait for
     way: str = "closure"
     spoils_once: bool = False
 
@@ -157,7 +157,7 @@ class Race:
                 watch.remove()
 
     def check_lines(self, verdict: dict[str, Any] | None) -> None:
-        """Those that are reported of streams: of the operator and of what it does not wait for."""
+        """The reported lines about streams: the operator's, and the one it does not wait for."""
         reported = []
         for origin in verdict["origins"] if verdict else []:
             for fact in origin["facts"]:

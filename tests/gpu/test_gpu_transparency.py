@@ -1,4 +1,4 @@
-"""Training of GPT-2 has the same bits at every level, and waits for the device as often."""
+"""Training of GPT-2 has the same bits at every level, and waits for the device equally often."""
 
 import contextlib
 import functools
@@ -38,7 +38,7 @@ def gpt2(device: str) -> nn.Module:
 
 
 def trained(device: str, autocast: torch.dtype | None, way: str, level: str) -> dict[str, Any]:
-    """Ten steps: the bits of losses and weights, the peak, and how often the eighth step waits."""
+    """Ten steps: the bits of losses and weights, the peak, and the number of waits in the eighth step."""
     gc.collect()
     model = gpt2(device)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -88,8 +88,8 @@ def trained(device: str, autocast: torch.dtype | None, way: str, level: str) -> 
 
 @pytest.fixture(scope="module", params=[None, torch.bfloat16], ids=["fp32", "bf16"])
 def alone(request, device):
-    """The autocast, and training without nanlocator."""
-    trained(device, request.param, "none", "")  # workspaces and caches are there afterwards
+    """The autocast dtype, and training without nanlocator."""
+    trained(device, request.param, "none", "")  # creates workspaces and caches
     return request.param, trained(device, request.param, "none", "")
 
 
