@@ -1,4 +1,4 @@
-"""Every patch of somebody else's code is a row of nanlocator.hooks.points, and each row is true here."""
+"""Every patch of foreign code is a row of nanlocator.hooks.points, and each row is valid here."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "integrations" / "nanlocator"
 DEEPSPEED = ROOT / ".setup" / "deepspeed"
 
-# What sets attributes of others and is no patch: state that a re-run restores, our own marks and objects.
+# Code that sets foreign attributes and is no patch: state that a re-run restores, our own marks and objects.
 SETS_ATTRIBUTES = {
     "hooks/patches.py": "the one place that patches",
     "state/switches.py": "switches of parallel modules, as the program had set them",
@@ -21,7 +21,7 @@ SETS_ATTRIBUTES = {
     "engine/locator.py": "the mark of an optimizer or engine that is watched",
     "sharding/shards.py": "our own coordinates",
 }
-# Names of the table that are assigned without it.
+# Names of the table that are assigned without a row.
 ASSIGNS = {("debugger/autocast.py", "forward"): "a partial that can be pickled with its module"}
 
 
@@ -30,7 +30,7 @@ def modules():
 
 
 def problems_of(path, text):
-    """What in this module patches something without a row."""
+    """Patches in this module without a row."""
     tree = ast.parse(text)
     imported = {
         alias.asname or alias.name.partition(".")[0]
@@ -90,7 +90,7 @@ def test_subscribers_of_a_row_exist_and_every_row_has_one():
 def test_every_row_holds_here_or_is_of_another_version():
     """With the versions that the suite runs with (docs/support.md)."""
     expected = {points.State.HOLDS, points.State.NOT_DUE, points.State.NOT_INSTALLED}
-    of_objects = {  # made by the program, or no package of Python
+    of_objects = {  # made by the program, or not in a Python package
         "extension modules.functions",
         "megatron.training.training.setup_model_and_optimizer",
         "megatron.core.transformer.module.GraphableMegatronModule.cuda_graphs",
@@ -101,7 +101,7 @@ def test_every_row_holds_here_or_is_of_another_version():
 
 
 def test_every_row_of_deepspeed_holds():
-    """In a process of its own: other packages behave otherwise where they find DeepSpeed."""
+    """In its own process: other packages behave differently if they find DeepSpeed."""
     if not (DEEPSPEED / "deepspeed").is_dir():
         pytest.skip("needs what tools/setup fetches into .setup/deepspeed")
     program = (

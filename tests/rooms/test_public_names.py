@@ -1,4 +1,4 @@
-"""What programs may import: the names of the package, and each path that documents or examples mention."""
+"""The public names: those of the package, and each path that documents or examples mention."""
 
 import importlib
 import pickle
@@ -37,7 +37,7 @@ def test_the_package_shows_what_programs_use_and_nothing_else():
 
 
 def test_the_package_holds_no_other_name_but_its_modules():
-    """In a process of its own: tests import modules, which the package then has."""
+    """In its own process: tests import modules, which the package has afterwards."""
     code = (
         "import nanlocator, types\n"
         "others = [name for name, value in vars(nanlocator).items() if not name.startswith('_')\n"
@@ -64,7 +64,7 @@ def documented_paths():
 
 
 def resolved(path):
-    """Modules are imported as far as there are any; what follows are attributes."""
+    """The longest prefix is imported as modules; the rest are attributes."""
     words = path.split(".")
     for end in range(len(words), 0, -1):
         try:
@@ -87,7 +87,7 @@ def test_a_path_that_documents_or_examples_mention_can_be_imported(path):
 
 
 def test_documents_mention_paths_of_each_kind():
-    """Else the pattern above finds too little."""
+    """Otherwise the pattern above finds too little."""
     expected = {
         "nanlocator.watch",
         "nanlocator.replay.load",
