@@ -1,4 +1,4 @@
-"""tools/gpu without a GPU. What it runs is in tests/gpu."""
+"""tools/gpu without a GPU. Its tests are in tests/gpu."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""tools/bench plan: what is counted on the meta device is what the engine does on real ranks."""
+"""tools/bench plan: its counts on the meta device equal the engine's on real ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The types that programs are checked with: of the package, and of the extension, whose stub is written by
-hand (integrations/nanlocator/_C.pyi)."""
+"""The types for checking programs: the package's, and the extension's, whose stub is written by hand
+(integrations/nanlocator/_C.pyi)."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).with_name("typed_user_script.py")
 
 @pytest.fixture(scope="module")
 def checked(request, tmp_path_factory):
-    """{file: {line: what mypy --strict says of it}}, of the script, and of others like it with a mistake."""
+    """{file: {line: error of mypy --strict}}, for the script, and for variants with a mistake."""
     pytest.importorskip("mypy")
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("programs")
@@ -86,7 +86,7 @@ def test_the_stub_has_the_names_of_the_extension():
 
 
 def arguments_of(function):
-    """(name, default) of each, in their order; a default as Python writes it, None where there is none."""
+    """(name, default) of each, in order; a default as written in Python, None if there is none."""
     given = function.args
     defaults = [None] * (len(given.args) - len(given.defaults)) + given.defaults
     pairs = [*zip(given.args, defaults, strict=True), *zip(given.kwonlyargs, given.kw_defaults, strict=True)]
@@ -98,9 +98,9 @@ def arguments_of(function):
     return tuple(names), len(given.kwonlyargs)
 
 
-# As pybind11 and the stub name the same type.
+# pybind11's and the stub's spellings of the same type.
 SPELLINGS = {
-    "os.PathLike | str | bytes": "StrPath",  # also of a result, which is a Path
+    "os.PathLike | str | bytes": "StrPath",  # also for a result, which is a Path
     "Path": "StrPath",
     "typing.SupportsInt": "int",
     "typing.SupportsFloat": "float",
@@ -110,7 +110,7 @@ MODULES = ("collections.abc", "datetime", "nanlocator._C", "torch.distributed.di
 
 
 def members(annotation):
-    """The type, as the sorted members of its union; None where the binding takes or gives any object."""
+    """The type, as the sorted members of its union; None if the binding takes or returns any object."""
     text = ast.unparse(annotation) if annotation is not None else "object"
     for written, instead in SPELLINGS.items():
         text = re.sub(rf"(?<!\w){re.escape(written)}(?!\w)", instead, text)
@@ -121,14 +121,14 @@ def members(annotation):
 
 
 def signature(function):
-    """Arguments, and the types of arguments and result."""
+    """Arguments, and their types and the result's."""
     every = [*function.args.args, *function.args.kwonlyargs]
     kinds = {each.arg: members(each.annotation) for each in every if each.arg != "self"}
     return arguments_of(function), kinds | {"return": members(function.returns)}
 
 
 def in_stub(text):
-    """{"scan": [signatures], "Birth.kind": [signatures]} of functions and read-only properties."""
+    """{"scan": [signatures], "Birth.kind": [signatures]} for functions and read-only properties."""
     found = {}
     for node in ast.parse(text).body:
         for each in node.body if isinstance(node, ast.ClassDef) else [node]:
@@ -145,10 +145,10 @@ def _is_setter(decorator):
 
 
 def documented(text):
-    """The signatures in the documentation of a function of pybind11."""
+    """The signatures in a pybind11 function's documentation."""
     lines = [line for line in text.splitlines() if re.match(r"(\d+\. )?\w*\(.*\) -> ", line)]
     for line in lines:
-        line = re.sub(r"nanlocator(::\w+)+", "object", line)  # of a class that is bound after this function
+        line = re.sub(r"nanlocator(::\w+)+", "object", line)  # a class that is bound after this function
         line = re.sub(r"^\(", "get(", re.sub(r"^\d+\. ", "", line))
         yield signature(ast.parse(f"def {line}: ...").body[0])
 
@@ -172,7 +172,7 @@ def in_extension():
 
 
 def _agree(of_stub, of_extension):
-    """Where both are known. pybind11 does not say that a pointer or a function may be None."""
+    """Compares if both are known. pybind11 does not mark that a pointer or a function may be None."""
     return all(
         None in (kinds, others := of_extension[name])
         or kinds == others
@@ -185,7 +185,7 @@ def differences(text):
     stub, extension = in_stub(text), in_extension()
     different = [name for name in extension if name not in stub and not re.search(r"\._", name)]
     for name, signatures in stub.items():
-        is_operator = re.search(r"\.__(?!init)", name)  # whose arguments Python knows
+        is_operator = re.search(r"\.__(?!init)", name)  # Python knows its arguments
         if is_operator or name.startswith("_"):
             continue
         if name not in extension or len(extension[name]) != len(signatures):

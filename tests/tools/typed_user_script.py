@@ -1,4 +1,4 @@
-"""Programs as users write them, for ``mypy --strict`` (test_types.py). Nothing executes them."""
+"""Programs like users', for ``mypy --strict`` (test_types.py). They are never executed."""
 
 import os
 from typing import Any
@@ -77,7 +77,7 @@ def trainer(model: torch.nn.Module) -> NanLocatorCallback:
 
 
 class Reinforcing(Adapter):
-    """An integration of one's own."""
+    """A program's own integration."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
