@@ -1,6 +1,5 @@
-"""Which faults each script has, and where they are born: the operator, the phase and the module (None:
-outside of the model). The guilty line, in the script or in tiny_llama.py, ends with ``# the fault: KIND``.
-"once" has no operator."""
+"""The faults of each script, and their births: operator, phase and module (None: outside of the model). The
+faulty line, in the script or in tiny_llama.py, ends with ``# the fault: KIND``. "once" has no operator."""
 
 from typing import NamedTuple
 
@@ -33,14 +32,14 @@ FAULTS = {
         "loss": LOSS,
         "once": GRADIENT,
     },
-    # norm: of the generator; sqrt: of the discriminator.
+    # norm: in the generator; sqrt: in the discriminator.
     "gan": {
         "norm": norm("mapping.0"),
         "sqrt": sqrt("deviation"),
         "loss": Birth("aten::log", "loss", None),
         "once": GRADIENT,
     },
-    # sqrt: the row is zeros in every layer, and backward comes to this one first.
+    # sqrt: the row is zeros in every layer, and backward reaches this one first.
     "torchtune_style": {
         "sqrt": sqrt("layers.1.mlp_norm"),
         "log": log("layers.0.gate"),
@@ -59,16 +58,16 @@ FAULTS = {
         "loss": LOSS,
         "once": ACTIVATION,
     },
-    # log: of the frozen reference too, after the policy.
+    # log: also in the frozen reference, after the policy.
     "trl_dpo": {"sqrt": sqrt("model.layers.1.mlp"), "log": log("model.layers.1.mlp"), "once": ACTIVATION},
-    # loss: the advantages, which no gradient reaches.
+    # loss: in the advantages, which have no gradient.
     "trl_grpo": {
         "sqrt": sqrt("model.layers.0.mlp"),
         "loss": LOSS._replace(phase="forward"),
         "once": ACTIVATION,
     },
     "accelerate_loop": {"norm": norm("pooling"), "log": log("pooling"), "loss": LOSS, "once": ACTIVATION},
-    # loss: in training_step of the LightningModule.
+    # loss: in the LightningModule's training_step.
     "lightning_trainer": {
         "sqrt": sqrt("model.norm"),
         "log": log("model.norm"),

@@ -1,5 +1,5 @@
-"""What ranks of strategy_ranks begin with. datasets, which the Trainer would import, is not found yet: it
-brings pyarrow, which starts a thread."""
+"""First imports of strategy_ranks' ranks. datasets, which the Trainer would import, is still hidden: it
+imports pyarrow, which starts a thread."""
 
 import os
 import sys

@@ -1,5 +1,5 @@
-"""Ranks that have imported Lightning, accelerate and DeepSpeed, from where tools/setup has put them: for
-these processes alone, as other packages behave otherwise where they find them."""
+"""Ranks that have imported Lightning, accelerate and DeepSpeed from the folder where tools/setup has
+installed them: only in these processes, because other packages behave differently if they find them."""
 
 import multiprocessing.process
 import os
@@ -18,13 +18,13 @@ _server = RankServer("strategy_imports", "torch._dynamo")
 
 
 def run_script(name, *arguments, **variables):
-    """(exit code, stdout, stderr) of each of two ranks that torchrun would have started, under nanlocator's
-    launcher where NANLOCATOR is among the variables."""
+    """(exit code, stdout, stderr) of each of two ranks, as started by torchrun; under nanlocator's launcher
+    if NANLOCATOR is among the variables."""
     return _server.run_programs(2, _run, str(SCRIPTS / f"{name}.py"), arguments, variables)
 
 
 def _run(rank, world_size, port, script, arguments, variables):
-    multiprocessing.process._parent_process = None  # torchrun's ranks are no workers of multiprocessing
+    multiprocessing.process._parent_process = None  # torchrun's ranks are not multiprocessing workers
     sys.path += [str(DEEPSPEED), str(TRAINERS)]
     os.environ |= variables | {
         "RANK": str(rank),

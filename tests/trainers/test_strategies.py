@@ -1,4 +1,4 @@
-"""Strategies and plugins for models in shards, on two ranks."""
+"""Strategies and plugins for sharded models, on two ranks."""
 
 import ast
 import functools
@@ -18,8 +18,8 @@ CASES = [
 
 
 def cases(*usual):
-    """All; those of a usual run have each framework with shards and with DeepSpeed's engine, if not here, in
-    the other test."""
+    """All cases. Those of a usual run cover each framework with shards and with DeepSpeed's engine, in this
+    or the other test."""
     assert set(usual) <= set(CASES)
     return [pytest.param(*case, marks=() if case in usual else pytest.mark.exhaustive) for case in CASES]
 
@@ -133,7 +133,7 @@ def test_manual_optimization_inside_of_a_wrapper_is_scanned_and_says_that_it_is_
 
 
 def test_an_optimizer_that_fsdp_has_left_without_the_models_parameters_is_said():
-    """accelerate wants the model prepared before an optimizer of flat parameters is made."""
+    """accelerate requires the model to be prepared before an optimizer of flat parameters is constructed."""
     for code, _, said in strategy_ranks.run_script(
         "accelerate_strategies", "fsdp1", "together", NANLOCATOR="1", FAULT="norm"
     ):

@@ -1,5 +1,5 @@
-"""The scripts of real trainers, unedited, under NANLOCATOR=1: nothing changes in a healthy one, and the fault
-of a bad one is located."""
+"""The scripts of real trainers, unedited, under NANLOCATOR=1: healthy runs do not change, and each fault is
+located."""
 
 import json
 import os
@@ -15,10 +15,10 @@ import nanlocator
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PYTHON = Path(__file__).parents[2] / ".setup" / "trainers" / "bin" / "python"  # tools/setup makes it
-PACKAGE = Path(nanlocator.__file__).parents[1]  # where nanlocator.pth is, too
+PACKAGE = Path(nanlocator.__file__).parents[1]  # also has nanlocator.pth
 _server = RankServer("trainer_imports", "torch._dynamo")
-# Of each script one fault, so that each kind is born in the model and in the loss of a loop, a Trainer and
-# Lightning; the rest differ in the formula alone.
+# One fault of each script, so that each kind is born in the model and in the loss of a loop, a Trainer and
+# Lightning; the others differ only in the formula.
 USUAL_FAULTS = {
     "plain_loop": ("norm", "loss"),
     "gan": ("loss",),
@@ -46,7 +46,8 @@ def needs_packages():
         pytest.skip(f"the trainers' packages are not installed: tools/setup makes {PYTHON}")
 
 
-# Of those that import nothing but torch, transformers' Trainer, Lightning, one each; Ray's has its fault so.
+# Run in a new interpreter: one each of the scripts that import only torch, transformers' Trainer and
+# Lightning. Ray's script does so with its fault.
 IN_AN_INTERPRETER = {"plain_loop", "trl_sft", "lightning_trainer"}
 IN_AN_INTERPRETER_TOO = ("hf_trainer", "accelerate_loop", "lightning_fabric", "peft_lora", "verl_style")
 
@@ -55,7 +56,7 @@ def environment(fault, variables):
     Path("sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(PACKAGE)!r})\n")
     Path("token").write_text("0" * 32)
     return {
-        "RAY_AUTH_TOKEN_PATH": str(Path("token").absolute()),  # else it makes one in the home folder
+        "RAY_AUTH_TOKEN_PATH": str(Path("token").absolute()),  # otherwise Ray makes one in the home folder
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": os.pathsep.join(map(str, [os.getcwd(), PACKAGE, SCRIPTS])),
         "OMP_NUM_THREADS": "1",
@@ -65,7 +66,7 @@ def environment(fault, variables):
 
 
 def run(script, fault="none", **variables):
-    """In a process that has imported the trainers before; what Ray's worker would do, too."""
+    """Runs in a process that has already imported the trainers; also does the work of Ray's worker."""
     set_variables = environment(fault, variables)
     set_variables["PYTHONPATH"] += f"{os.pathsep}{TRAINERS}"
     arguments = ["--local"] if script == "verl_style" else []
@@ -110,7 +111,7 @@ def test_the_fault_of_a_script_is_located(script, fault):
     verdict = json.loads(Path("run/a0/verdict.json").read_text())
     expected = FAULTS[script][fault]
     origin = verdict["origins"][0]
-    if expected.operator is None:  # it happened once: nothing to name but that
+    if expected.operator is None:  # it happened once: there is nothing else to name
         assert origin["cause"] in ("not_reproduced", "memory_corruption")
         assert verdict["rerun"]["reproduced"] is False
         return

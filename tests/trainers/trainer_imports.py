@@ -1,11 +1,11 @@
-"""What the forked processes of test_unedited begin with."""
+"""First imports of test_unedited's forked processes."""
 
 import os
 import sys
 
 from strategy_ranks import TRAINERS
 
-os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow would start one, and is to be forked
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # no thread of pyarrow before the fork
 sys.path.append(str(TRAINERS))
 
 import lightning.pytorch  # noqa: F401

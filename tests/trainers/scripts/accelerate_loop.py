@@ -1,4 +1,4 @@
-"""A sentence encoder learns to tell pairs apart in a loop of accelerate: prepare, accumulate, backward."""
+"""A sentence encoder learns to distinguish pairs in a loop of accelerate: prepare, accumulate, backward."""
 
 import faults
 import torch
@@ -13,7 +13,7 @@ VOCABULARY, LENGTH, BATCH, ACCUMULATED, STEPS = 128, 8, 4, 2, 5
 
 
 class Pooling(nn.Module):
-    """The sum over a sentence, at length one."""
+    """The sum over a sentence, normalised to length one."""
 
     def forward(self, hidden, mask):
         total = (hidden * mask.unsqueeze(-1)).sum(dim=1)

@@ -1,4 +1,4 @@
-"""A loop of accelerate with a plugin for models in shards: `torchrun ... accelerate_strategies.py fsdp1`."""
+"""A loop of accelerate with a plugin for sharded models: `torchrun ... accelerate_strategies.py fsdp1`."""
 
 import sys
 
@@ -28,7 +28,7 @@ def main():
     PartialState(cpu=True)
     accelerator = Accelerator(**make_plugin(sys.argv[1]))
     model = Gpt()
-    if sys.argv[1:] == ["fsdp1"]:  # the optimizer is to hold the flat parameters
+    if sys.argv[1:] == ["fsdp1"]:  # the optimizer must hold the flat parameters
         model = accelerator.prepare(model)
         optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
     else:

@@ -1,4 +1,4 @@
-"""A loop of lightning.Fabric with a strategy for models in shards: `... fabric_strategies.py fsdp1`."""
+"""A loop of lightning.Fabric with a strategy for sharded models: `... fabric_strategies.py fsdp1`."""
 
 import sys
 
@@ -12,19 +12,19 @@ from torch.distributed.fsdp import fully_shard
 
 
 class FsdpOnCpus(FSDPStrategy):
-    """Fabric refuses the class itself without a GPU, and no other: "You selected the FSDP strategy but FSDP
-    is only available on GPU"."""
+    """Without a GPU, Fabric refuses exactly the base class: "You selected the FSDP strategy but FSDP is only
+    available on GPU"."""
 
 
 class DeepSpeedOnCpus(DeepSpeedStrategy):
-    """Without its check: "The DeepSpeed strategy is only supported on CUDA GPUs"."""
+    """Omits the check: "The DeepSpeed strategy is only supported on CUDA GPUs"."""
 
     def setup_environment(self):
         super(DeepSpeedStrategy, self).setup_environment()
 
 
 class NumberedCpus(CPUAccelerator):
-    """DeepSpeed's strategy wants a device of that number for each local rank."""
+    """DeepSpeed's strategy requires a device with each local rank's number."""
 
     @staticmethod
     def get_parallel_devices(devices):
@@ -53,7 +53,7 @@ def main():
     fabric = Fabric(accelerator=accelerator, devices=2, strategy=make_strategy(sys.argv[1]))
     fabric.launch()
     model = Gpt()
-    if sys.argv[1] == "fsdp2":  # the optimizer is to hold the shards
+    if sys.argv[1] == "fsdp2":  # the optimizer must hold the shards
         model = fabric.setup_module(model)
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
     else:
@@ -62,7 +62,7 @@ def main():
     for step, (inputs, labels, mask) in enumerate(on_cpus.make_data()):
         loss = on_cpus.masked_loss(model(inputs), labels, mask, step)
         fabric.backward(loss)
-        if not sys.argv[1].startswith("deepspeed"):  # which clips by itself
+        if not sys.argv[1].startswith("deepspeed"):  # DeepSpeed clips by itself
             fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
         optimizer.step()
         optimizer.zero_grad()

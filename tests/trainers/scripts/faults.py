@@ -1,4 +1,4 @@
-"""What goes wrong in the training scripts beside this file: FAULT names it, FAULT_STEP (from 0) its step.
+"""Faults for the training scripts beside this file: FAULT names one, FAULT_STEP (from 0) its step.
 
     kind    what the script does with it                                          born as
     norm    a module divides a vector of zeros by its norm: 0 / 0                 aten::div, in forward
@@ -8,8 +8,8 @@
     once    one number in memory becomes NaN once, and never again                no operator
 
 The first four are bugs in the line of the script, or of tiny_llama.py, that ends with ``# the fault: KIND``.
-They sleep until the data of the step, the same whenever it is executed again, wakes them; where gradients are
-accumulated, that of its last micro-batch, and where there are several ranks, of the last.
+They are inactive until the data of the step triggers them, which is the same in a re-run: the data of the
+last micro-batch if gradients are accumulated, and of the last rank if there are several.
 """
 
 import ctypes
@@ -27,20 +27,21 @@ _calls = 0
 
 
 def wakes(kind, step):
-    """Whether the data of `step` is to wake the bug `kind`; of any bug inside the model, for kind "model"."""
+    """Whether the data of `step` must trigger the bug `kind`, or any bug inside the model for kind
+    "model"."""
     is_kind = KIND in ("norm", "sqrt", "log") if kind == "model" else KIND == kind
     return is_kind and step == STEP
 
 
 def blank(tokens, step, row=0):
-    """`tokens` of a batch with one sample that is all BLANK, where a bug in the model is to wake."""
+    """`tokens` with one sample of BLANK only, if a bug in the model must be triggered."""
     if wakes("model", step):
         tokens[row] = BLANK
     return tokens
 
 
 def flip(tensor, now):
-    """Damages `tensor` (an activation, a gradient) as broken memory would, the first time `now` holds."""
+    """Damages `tensor` (an activation, a gradient) like broken memory, the first time `now` holds."""
     global _flipped
     if KIND == "once" and now and not _flipped:
         _flipped = True
@@ -49,9 +50,9 @@ def flip(tensor, now):
 
 
 def flip_activation(tensor, calls_per_step=1):
-    """The same for a module that cannot tell the step: it calls this `calls_per_step` times in a step."""
+    """The same for a module that does not know the step: it calls this `calls_per_step` times in a step."""
     global _calls
-    if not torch.is_grad_enabled():  # text is generated
+    if not torch.is_grad_enabled():  # generation of text
         return tensor
     _calls += 1
     return flip(tensor, _calls == STEP * calls_per_step + 1)

@@ -13,7 +13,7 @@ class PixelNorm(nn.Module):
 
 
 class MinibatchDeviation(nn.Module):
-    """Appends how much the images of the batch differ."""
+    """Appends the deviation of the batch's images."""
 
     def forward(self, x):
         deviation = x.var(dim=0, correction=0).sqrt().mean()  # the fault: sqrt
@@ -47,9 +47,9 @@ def draw_images(step):
     generator = torch.Generator().manual_seed(step)
     images = torch.rand(BATCH, IMAGE, generator=generator) * 2 - 1
     if faults.wakes("sqrt", step):
-        images[:] = 0  # all alike
+        images[:] = 0  # all equal
     if faults.wakes("loss", step):
-        images *= 1e4  # nobody scaled them
+        images *= 1e4  # the images were not scaled
     return images
 
 

@@ -1,4 +1,4 @@
-"""transformers.Trainer on a small Llama with an MLP and a loss function of the author's own."""
+"""transformers.Trainer on a small Llama with the author's own MLP and loss function."""
 
 import functools
 

@@ -11,7 +11,7 @@ CLASSES, SIZE, BATCH, STEPS = 10, 8, 4, 5
 
 
 class Standardize(nn.Module):
-    """Every image with mean zero and deviation one."""
+    """Normalises every image to mean zero and deviation one."""
 
     def forward(self, image):
         centred = image - image.mean(dim=(1, 2, 3), keepdim=True)
@@ -19,7 +19,7 @@ class Standardize(nn.Module):
 
 
 class LogCompress(nn.Module):
-    """The logarithm of every image's brightness beside it."""
+    """Adds the logarithm of every image's brightness."""
 
     def forward(self, image):
         brightness = torch.log(image.mean(dim=(1, 2, 3), keepdim=True))  # the fault: log

@@ -1,4 +1,4 @@
-"""lightning.Trainer with a strategy for models in shards: `torchrun ... lightning_strategies.py fsdp1`."""
+"""lightning.Trainer with a strategy for sharded models: `torchrun ... lightning_strategies.py fsdp1`."""
 
 import sys
 import warnings
@@ -14,19 +14,19 @@ from torch.utils.data import DataLoader
 
 
 class FsdpOnCpus(FSDPStrategy):
-    """Lightning refuses the class itself without a GPU, and no other: "The strategy `fsdp` requires a GPU
+    """Without a GPU, Lightning refuses exactly the base class: "The strategy `fsdp` requires a GPU
     accelerator"."""
 
 
 class DeepSpeedOnCpus(DeepSpeedStrategy):
-    """Without its check: "The DeepSpeed strategy is only supported on CUDA GPUs"."""
+    """Omits the check: "The DeepSpeed strategy is only supported on CUDA GPUs"."""
 
     def setup_environment(self):
         super(DeepSpeedStrategy, self).setup_environment()
 
 
 class NumberedCpus(CPUAccelerator):
-    """DeepSpeed's strategy wants a device of that number for each local rank."""
+    """DeepSpeed's strategy requires a device with each local rank's number."""
 
     @staticmethod
     def get_parallel_devices(devices):

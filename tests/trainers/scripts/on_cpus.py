@@ -1,5 +1,5 @@
-"""Two ranks on CPUs: their data, what a rank keeps of a model, and, lifted, what Lightning and accelerate
-refuse there, or leave out in silence."""
+"""Two ranks on CPUs: their data, a rank's part of a model, and ways around checks by which Lightning and
+accelerate refuse CPUs or silently ignore options there."""
 
 import os
 
@@ -31,7 +31,7 @@ def report(losses, model):
 
 
 class Kept:
-    """Of a model what this rank keeps: of a parameter in shards its shard."""
+    """A rank's part of a model: its shard of a sharded parameter."""
 
     def __init__(self, model):
         self._model = model
@@ -43,8 +43,8 @@ class Kept:
 
 
 def without_device():
-    """FullyShardedDataParallel computes on the CPU where it is told to: "FSDP needs a non-CPU accelerator
-    device, but no accelerator device is detected"."""
+    """FullyShardedDataParallel computes on the CPU if asked explicitly, otherwise: "FSDP needs a non-CPU
+    accelerator device, but no accelerator device is detected"."""
     original = FullyShardedDataParallel.__init__
 
     def init(self, *args, **kwargs):
@@ -54,7 +54,7 @@ def without_device():
 
 
 def deepspeed_configuration(stage):
-    """ZeRO-3 keeps small parameters whole, unless it is told not to."""
+    """By default ZeRO-3 keeps small parameters whole; this shards them."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
@@ -67,7 +67,7 @@ def deepspeed_configuration(stage):
 
 
 def with_fsdp_plugin():
-    """accelerate leaves an fsdp_plugin out on CPUs, in silence, and trains with DistributedDataParallel."""
+    """On CPUs accelerate silently ignores an fsdp_plugin and trains with DistributedDataParallel."""
     from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     original = AcceleratorState.__init__

@@ -1,4 +1,4 @@
-"""LoRA adapters by peft on a frozen Llama that has a block of the author's own."""
+"""LoRA adapters by peft on a frozen Llama that has one block of the author's own."""
 
 import faults
 import tiny_llama

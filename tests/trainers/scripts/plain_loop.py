@@ -13,7 +13,7 @@ VOCABULARY, WIDTH, LENGTH, BATCH = 128, 32, 8, 4
 
 
 class UnitNorm(nn.Module):
-    """Every token's vector at length one."""
+    """Normalises every token's vector to length one."""
 
     def __init__(self, width):
         super().__init__()
@@ -73,7 +73,7 @@ def draw_batch(step, rank, world_size):
     mask = torch.ones(BATCH, LENGTH)
     mask[:, : LENGTH // 2] = 0  # the prompts
     if rank == world_size - 1 and faults.wakes("loss", step):
-        mask[:] = 0  # nothing is left to predict
+        mask[:] = 0  # no targets are left
     return tokens[:, :-1], tokens[:, 1:], mask
 
 

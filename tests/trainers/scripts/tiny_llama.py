@@ -1,5 +1,5 @@
-"""What the scripts on transformers' models share: a small Llama with an MLP of the author's own, a tokenizer
-of the words w2, w3, ..., and a Trainer's arguments."""
+"""Shared by the scripts on transformers' models: a small Llama with the author's own MLP, a tokenizer of the
+words w2, w3, ..., and a Trainer's arguments."""
 
 import tempfile
 
@@ -13,7 +13,7 @@ VOCABULARY = 128
 
 
 class NormMLP(LlamaMLP):
-    """Takes every vector at length one."""
+    """Normalises every vector to length one."""
 
     calls_per_step = 1
 
@@ -73,7 +73,7 @@ def words_of(tokens):
 
 
 def train(make_trainer, arguments, **own):
-    """What a Trainer's losses are; `arguments` is the class of its arguments, `own` some of them."""
+    """Returns a Trainer's losses; `arguments` is the class of its arguments, `own` has some of them."""
     with tempfile.TemporaryDirectory() as output_dir:
         trainer = make_trainer(
             arguments(

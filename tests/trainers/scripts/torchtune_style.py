@@ -1,5 +1,5 @@
-"""A recipe after torchtune's full fine-tuning: the loss is a function beside the model that takes the logits
-in chunks; gradients are accumulated over unequal micro-batches and scaled by the number of tokens."""
+"""A recipe like torchtune's full fine-tuning: the loss is a function outside of the model that takes the
+logits in chunks; gradients are accumulated over unequal micro-batches and scaled by the number of tokens."""
 
 import faults
 import torch
@@ -68,7 +68,7 @@ def draw_batch(step, index):
     generator = torch.Generator().manual_seed(10 * step + index)
     tokens = torch.randint(1, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
     mask = torch.ones(BATCH, LENGTH)
-    mask[:, : 2 + index] = 0  # the prompt is not learnt
+    mask[:, : 2 + index] = 0  # the prompt has no loss
     if index == 1:
         tokens = faults.blank(tokens, step)
         if faults.wakes("loss", step):

@@ -11,7 +11,7 @@ from transformers import set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 GENERATIONS, PROMPTS, STEPS = 4, 2, 5
-FORBIDDEN = "w2"  # a prompt that begins with it earns nothing
+FORBIDDEN = "w2"  # a prompt that begins with it has no reward
 
 
 class EvenGRPOTrainer(GRPOTrainer):
@@ -24,7 +24,7 @@ class EvenGRPOTrainer(GRPOTrainer):
 
 
 def reward_small(prompts, completions, **columns):
-    """How many small numbers a completion has; none after a FORBIDDEN prompt."""
+    """Number of small numbers in a completion; none after a FORBIDDEN prompt."""
     rewards = []
     for prompt, completion in zip(prompts, completions, strict=True):
         small = sum(int(word[1:]) < VOCABULARY // 2 for word in completion.split() if word[0] == "w")

@@ -1,4 +1,4 @@
-"""trl.SFTTrainer on a small Llama, on text, with a loss function of the author's own."""
+"""trl.SFTTrainer on a small Llama, on text, with the author's own loss function."""
 
 import functools
 
@@ -12,11 +12,11 @@ from transformers import set_seed
 from trl import SFTConfig, SFTTrainer
 
 BATCH, STEPS = 4, 5
-SPEAKER = 2  # the word from which on an answer is learnt
+SPEAKER = 2  # the loss begins at this word
 
 
 class MaskedSFTTrainer(SFTTrainer):
-    """Learns only what follows SPEAKER."""
+    """Learns only the words after SPEAKER."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])

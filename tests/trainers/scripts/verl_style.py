@@ -1,5 +1,5 @@
-"""A policy in a Ray actor, updated as verl's engine does: the loss is computed beside the model from the
-log-probabilities of the response, and an update whose gradient norm is not finite is thrown away."""
+"""A policy in a Ray actor, updated like in verl's engine: the loss is computed outside of the model from the
+log-probabilities of the response, and an update with a non-finite gradient norm is discarded."""
 
 import argparse
 
@@ -14,7 +14,7 @@ PROMPT, RESPONSE, BATCH, MICRO_BATCH, STEPS = 4, 6, 4, 2, 5
 
 
 class UnitLinear(nn.Linear):
-    """Takes every vector at length one."""
+    """Normalises every vector to length one."""
 
     def forward(self, x):
         return super().forward(x / (x.square().sum(-1, keepdim=True).sqrt() + 1e-6))  # the fault: sqrt
@@ -75,7 +75,7 @@ def draw_batch(step):
     tokens = torch.randint(1, VOCABULARY, (BATCH, PROMPT + RESPONSE), generator=generator)
     mask = (torch.arange(RESPONSE) < torch.tensor([[6], [4], [5], [3]])).float()
     if faults.wakes("loss", step):
-        mask[MICRO_BATCH:] = 0  # nothing was answered
+        mask[MICRO_BATCH:] = 0  # empty answers
     return {
         "tokens": faults.blank(tokens, step, row=MICRO_BATCH),
         "mask": mask,
