@@ -1,4 +1,5 @@
-"""What nanlocator is run with: the cells of the support matrix, and the tests that each of them runs."""
+"""The cells of the support matrix, that is, the versions that nanlocator is run with, and the tests of
+each."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_PYTHON = "3.11"
 
-# One line is one cell. A version that begins with a digit is a release of the package registry; of
-# Megatron-Core, any other one is a branch or tag of the repository of Megatron-LM. docs/support.md has the
-# results in this order.
+# One line is one cell. A version that begins with a digit is a release of the package registry; any other
+# version of Megatron-Core is a branch or tag of Megatron-LM's repository. docs/support.md has the results in
+# this order.
 TABLE = """
 torch   Python  framework      version
 2.6.0   3.12    pytorch
@@ -40,8 +41,8 @@ torch   Python  framework      version
 2.15.0  3.13    transformers   5.23.0
 """
 
-# The fault tests of a cell, as arguments of pytest: faults that are planted, named, replayed and reported in
-# the framework's own training loop. Some minutes on one core.
+# The fault tests of a cell, as arguments of pytest: faults are planted, named, replayed and reported in the
+# framework's own training loop. Some minutes on one core.
 TESTS = {
     "pytorch": [
         "tests/pytorch/test_one_fault.py",
@@ -108,8 +109,8 @@ SMOKE_TESTS = {
     "megatron-core": ["tests/megatron/test_matrix.py::test_every_fault_is_named[ddp_fp32]"],
 }
 
-# (framework or "torch", version, part of a test's name): why that test cannot pass there. Such a test is run,
-# its failure is listed with this reason, and the cell passes all the same.
+# (framework or "torch", version, part of a test's name): the reason why that test cannot pass there. The test
+# is run, its failure is listed with this reason, and the cell still passes.
 _EAGER = "its T5 has eager attention only"
 _SHARED = "its T5 has one embedding under three names, whose frame the original prints three times"
 _NO_BOOL = "its BERT makes no bool mask for the original to stumble over"
@@ -152,7 +153,7 @@ class Cell:
     torch: str
     python: str  # 3.11
     framework: str  # a key of TESTS
-    version: str = ""  # of the framework; none for plain PyTorch
+    version: str = ""  # the framework's; none for plain PyTorch
 
     @property
     def framework_name(self) -> str:
@@ -164,7 +165,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What tells a cell from others in docs/support.md."""
+        """Identifies a cell in docs/support.md."""
         return self.torch, self.python, self.framework_name
 
     def __str__(self) -> str:
@@ -181,28 +182,28 @@ CELLS = cells_of(TABLE)
 
 
 def torch_version(text: str) -> str:
-    """A command line's 2.8 or 2.8.0."""
+    """A command-line argument: 2.8 or 2.8.0."""
     if not re.fullmatch(r"\d+(\.\d+){1,2}", text):
         raise argparse.ArgumentTypeError(f"{text} is no version such as 2.8 or 2.8.0")
     return text
 
 
 def python_version(text: str) -> str:
-    """A command line's 3.10."""
+    """A command-line argument: 3.10."""
     if not re.fullmatch(r"\d+\.\d+", text):
         raise argparse.ArgumentTypeError(f"{text} is no version such as 3.10: two numbers are meant")
     return text
 
 
 def versions_of(torch: str | None, python: str | None) -> tuple[str, str]:
-    """Torch and Python in full. A version that the table has is the table's, with its Python."""
+    """Torch and Python in full. If the table has the version, the table's, with its Python."""
     torch = torch or pins()["torch"]
     known = next((cell for cell in CELLS if is_of(cell.torch, torch)), None)
     return (known.torch, python or known.python) if known else (torch, python or DEFAULT_PYTHON)
 
 
 def pins() -> dict[str, str]:
-    """The versions that tools/setup installs: what tools/test runs with, and the defaults here."""
+    """The versions that tools/setup installs, which tools/test runs with and which are the defaults here."""
     lines = []
     for name in ("requirements-build.txt", "requirements.txt"):
         lines += (ROOT / "tools" / name).read_text().splitlines()
@@ -210,7 +211,7 @@ def pins() -> dict[str, str]:
 
 
 def is_of(version: str, asked: str) -> bool:
-    """2.8 means every 2.8.x."""
+    """2.8 matches every 2.8.x."""
     return version == asked or version.startswith(f"{asked}.")
 
 
@@ -223,5 +224,5 @@ def reason_why_impossible(cell: Cell, test: str) -> str | None:
 
 
 def in_rotation(cells: list[Cell], commit: str) -> Cell:
-    """The same cell for the same commit; over many commits every cell has its turn."""
+    """The same cell for the same commit; over many commits every cell is chosen."""
     return cells[int(commit, 16) % len(cells)]

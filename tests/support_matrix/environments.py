@@ -1,5 +1,5 @@
-"""Makes what a cell runs in: a virtual environment and a build for each torch and Python, and for each
-version of a framework a folder that is put in front of them. All is kept in build/matrix and made once."""
+"""Makes the environment of a cell: a virtual environment and a build for each torch and Python, and for each
+version of a framework a folder in front of them on the path. They are made once and kept in build/matrix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACE = ROOT / "build" / "matrix"
 MEGATRON_REPOSITORY = "https://github.com/NVIDIA/Megatron-LM.git"
 MEGATRON_IMPORTS = ["einops", "packaging"]  # beside torch and NumPy
 TARGETS = ["nanlocator_python", "nanlocator_command", "nanlocator_replay", "nanlocator_planted_kernels"]
-# A Python that can make an environment and against whose headers an extension can be built.
+# A Python that can make an environment and has the headers to build an extension.
 _IS_WHOLE = """
 import ensurepip, pathlib, sys, sysconfig, venv
 there = (pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
@@ -35,12 +35,12 @@ class Environment:
     python: Path  # the interpreter of the virtual environment
     build: Path
     logs: Path
-    overlay: Path | None = None  # of a framework
-    note: str = ""  # what a branch's name stood for
+    overlay: Path | None = None  # the framework's folder
+    note: str = ""  # the commit of a branch's name
 
     @property
     def variables(self) -> dict[str, str]:
-        """For the tests. Nothing of the user's own site-packages or PYTHONPATH is seen."""
+        """For the tests, without the user's own site-packages and PYTHONPATH."""
         paths = [self.build / "python", *filter(None, [self.overlay])]
         programs = [str(self.build / "bin"), str(self.python.parent), os.environ.get("PATH", "")]
         return {
@@ -54,7 +54,7 @@ class Environment:
 
 @contextlib.contextmanager
 def alone(program: str) -> Iterator[None]:
-    """Waits for another run in this checkout, which makes the same folders."""
+    """Waits for another run in this checkout, which uses the same folders."""
     PLACE.mkdir(parents=True, exist_ok=True)
     with (PLACE / "lock").open("w") as lock:
         try:
@@ -69,7 +69,7 @@ def alone(program: str) -> Iterator[None]:
 
 
 def find_python(version: str, home: Path | None = None) -> Path | None:
-    """python3.X on PATH, else pyenv's newest 3.X; None where there is none that works."""
+    """python3.X on PATH, else pyenv's newest 3.X; None if none works."""
     candidates = [Path(found)] if (found := shutil.which(f"python{version}")) else []
     versions = (home or Path.home()) / ".pyenv" / "versions"
     candidates += sorted(versions.glob(f"{version}.*/bin/python{version}"), key=_patch_version, reverse=True)
@@ -77,7 +77,7 @@ def find_python(version: str, home: Path | None = None) -> Path | None:
 
 
 def is_whole(python: Path, version: str) -> bool:
-    """pyenv's shims are on PATH for Pythons that are not chosen, and end with an error then."""
+    """pyenv's shims are on PATH also for Pythons that are not selected, and then fail."""
     done = subprocess.run([python, "-c", _IS_WHOLE, version], capture_output=True)
     return done.returncode == 0
 
@@ -93,7 +93,7 @@ def _patch_version(python: Path) -> int:
 def prepare(
     cell: Cell, python: Path, jobs: int, megatron_repository: str = MEGATRON_REPOSITORY
 ) -> Environment:
-    """What this cell runs in, made where it is not there yet. Raises CommandFailed."""
+    """Returns this cell's environment, which it makes if needed. Raises CommandFailed."""
     if is_default(cell):
         environment = set_up(cell, python, TARGETS)
     else:
@@ -103,12 +103,12 @@ def prepare(
 
 
 def with_torch(cell: Cell, python: Path) -> Environment:
-    """A virtual environment with its torch, and no build. Raises CommandFailed."""
+    """A virtual environment with the cell's torch, without a build. Raises CommandFailed."""
     return set_up(cell, python, ["--python-only"]) if is_default(cell) else separate(cell, python)
 
 
 def is_default(cell: Cell) -> bool:
-    """Whether .venv and build/release, which tools/setup makes, are this cell's, too."""
+    """Whether .venv and build/release, which tools/setup makes, fit this cell."""
     if not (cell.torch == pins()["torch"] and cell.python == "3.11"):
         return False
     there = ROOT / ".venv" / "bin" / "python"
@@ -130,7 +130,8 @@ def separate(cell: Cell, python: Path) -> Environment:
 
 
 def requirements_of(cell: Cell) -> list[str]:
-    """What the build and the tests need beside the framework. NumPy and safetensors are the newest for it."""
+    """Requirements of the build and the tests besides the framework. NumPy and safetensors are the newest for
+    this Python."""
     fixed = pins()
     torch = cell.torch if cell.torch.count(".") == 2 else f"{cell.torch}.*"
     names = ("ninja", "nlohmann_json", "pytest", "pytest-xdist", "jsonschema")
@@ -151,7 +152,7 @@ def install(environment: Environment, python: Path, requirements: list[str]) -> 
 
 
 def build(environment: Environment, jobs: int) -> None:
-    """Always asked for: ninja knows in a moment that all is there."""
+    """Runs always: ninja finds in a moment that all is up to date."""
     variables = environment.variables | {"CCACHE_BASEDIR": str(ROOT)}  # as in tools/setup
     log = fresh(environment.logs / "build.log")
     configure = [
@@ -171,12 +172,12 @@ def build(environment: Environment, jobs: int) -> None:
 
 
 def pip(python: Path) -> list[str | Path]:
-    # Bytecode is compiled when a module is first imported: most of torch's never is.
+    # Bytecode is compiled at a module's first import: most of torch's modules are never imported.
     return [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
 
 
 def made_once(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """The folder, filled where it is not there yet; what was interrupted begins anew."""
+    """The folder, which is filled if it does not exist; an interrupted fill starts again."""
     if not folder.exists():
         unfinished = folder.with_name(folder.name + ".unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -190,7 +191,7 @@ def made_once(folder: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def with_framework(environment: Environment, cell: Cell, megatron_repository: str) -> Environment:
-    """The same with the folder of the cell's framework in front."""
+    """The same environment with the folder of the cell's framework in front."""
     is_there = environment.build == ROOT / "build" / "release" and pins().get(cell.framework) == cell.version
     if cell.framework == "pytorch" or is_there:
         return environment
@@ -209,9 +210,9 @@ def install_framework(environment: Environment, cell: Cell, folder: Path, log: P
     command = [*pip(environment.python), "--target", folder]
     wanted = f"{cell.framework}=={cell.version}"
     label = f"installing {cell.framework_name}"
-    if cell.framework == "megatron-core":  # some releases ask for much that they do not import
+    if cell.framework == "megatron-core":  # some releases require packages that they do not import
         work(label, [*command, "--no-deps", wanted, *MEGATRON_IMPORTS], log)
-    else:  # accelerate asks for torch, which would come a second time
+    else:  # accelerate requires torch, which would be installed a second time
         work(label, [*command, wanted, "psutil"], log)
         work(label, [*command, "--no-deps", f"accelerate=={pins()['accelerate']}"], log)
 
@@ -219,8 +220,8 @@ def install_framework(environment: Environment, cell: Cell, folder: Path, log: P
 def megatron_of_repository(
     environment: Environment, ref: str, repository: str, log: Path
 ) -> tuple[Path, str]:
-    """The sources of a branch or tag, and which commit that is. No test uses what pip would compile of them,
-    the helpers of its data sets."""
+    """The sources of a branch or tag, and its commit. No test uses the part that pip would compile, the
+    helpers of its data sets."""
     clone = PLACE / "Megatron-LM.git"
     git = ["git", "-C", clone]
     if not clone.exists():
@@ -239,7 +240,7 @@ def megatron_of_repository(
         archive.unlink()
         command = [*pip(environment.python), "--no-deps", "--target", folder, *MEGATRON_IMPORTS]
         work(f"installing {' and '.join(MEGATRON_IMPORTS)}", command, log)
-        about = folder / f"megatron_core-{version}.dist-info"  # importlib.metadata is asked for the version
+        about = folder / f"megatron_core-{version}.dist-info"  # importlib.metadata reads the version there
         about.mkdir()
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {version}\n")
 

@@ -60,14 +60,14 @@ LIMIT = 1800.0  # seconds for the tests of a cell
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     status: str  # passed, failed or not run
-    text: str  # what docs/support.md says of it
+    text: str  # for docs/support.md
 
 
 def main() -> int:
     arguments = parse_arguments()
     cells = chosen_cells(arguments)
     try:
-        results.read(PAGE.read_text())  # before hours of work, not after
+        results.read(PAGE.read_text())  # fails before hours of work, not after
     except ValueError as error:
         wrong_use(f"{PAGE.relative_to(ROOT)}: {error}")
     if arguments.list:
@@ -145,7 +145,7 @@ def chosen_cells(arguments: argparse.Namespace) -> list[Cell]:
 
 
 def filtered(arguments: argparse.Namespace) -> list[Cell]:
-    """The cells of the table that have all that was asked for; of two frameworks, either."""
+    """The cells of the table that match all options; of two frameworks, either."""
     frameworks = {"transformers": arguments.transformers, "megatron-core": arguments.megatron}
     cells = [
         cell
@@ -162,7 +162,7 @@ def filtered(arguments: argparse.Namespace) -> list[Cell]:
 
 
 def rotated() -> Cell:
-    """Of the cells that can run here without a repository, and are not what tools/test runs itself."""
+    """Among the cells that can run here without a repository and that tools/test itself does not cover."""
     default = {("pytorch", ""), *((name, pins()[name]) for name in ("transformers", "megatron-core"))}
     candidates = [
         cell
@@ -185,7 +185,7 @@ def rotated() -> Cell:
 
 
 def passed(cell: Cell) -> bool:
-    """The rotation holds what has passed; a cell is made to pass by hand."""
+    """The rotation holds cells that have passed; a failing cell is mended by hand."""
     row = results.read(PAGE.read_text()).get(cell.key)
     return row is not None and row.result.startswith("passed")
 
@@ -213,7 +213,7 @@ def show(cells: list[Cell]) -> int:
 
 # ---- one cell -------------------------------------------------------------------------------------------
 
-_broken: dict[tuple[str, str], Outcome] = {}  # environments that could not be made, for the cells after it
+_broken: dict[tuple[str, str], Outcome] = {}  # environments that could not be made, for later cells
 
 
 def run(cell: Cell, arguments: argparse.Namespace) -> Outcome:
@@ -234,7 +234,8 @@ def run(cell: Cell, arguments: argparse.Namespace) -> Outcome:
 
 
 def why_not_made(error: CommandFailed) -> str:
-    """The compiler's first error, or what pip has not found; nothing that names this machine or a host."""
+    """The compiler's first error, or the package that pip has not found; without the name of this machine or
+    a host."""
     text = error.log.read_text(errors="replace").replace(f"{ROOT}/", "")
     if compiler := re.search(r"^\S+:\d+:\d+: (?:fatal )?error: .*", text, re.MULTILINE):
         return f"does not build: {compiler[0][:200]}"
@@ -266,7 +267,7 @@ def tested(cell: Cell, environment: environments.Environment, arguments: argpars
 
 
 def judged(cell: Cell, report: Path, problem: CommandFailed | None, note: str = "") -> Outcome:
-    """What pytest's report says; where a test cannot pass with this version, why not."""
+    """The result of pytest's report; for a test that cannot pass with this version, the reason."""
     ran, bad = tests_of(report)
     if problem and (problem.code is None or not bad):
         how = "took too long" if problem.code is None else f"ended with code {problem.code} and no result"
@@ -288,7 +289,7 @@ def judged(cell: Cell, report: Path, problem: CommandFailed | None, note: str = 
 
 
 def tests_of(report: Path) -> tuple[list[str], list[str]]:
-    """The tests of a report in JUnit's format that were not skipped, and those that failed."""
+    """The tests in a report in JUnit's format that were not skipped, and the failed ones."""
     ran, bad = [], []
     if not report.exists():
         return ran, bad
@@ -306,11 +307,11 @@ def listed(tests: list[str], most: int = 3) -> str:
     return ", ".join(f"`{test}`" for test in tests[:most]) + more
 
 
-# ---- what is kept and shown -----------------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------------------------
 
 
 def keep(cell: Cell, outcome: Outcome, commit: str) -> None:
-    """A cell that was not run keeps the result that it has."""
+    """A cell that was not run keeps its previous result."""
     before = results.read(PAGE.read_text()).get(cell.key)
     if outcome.status == "not run":
         if before and before.commit:
@@ -321,7 +322,7 @@ def keep(cell: Cell, outcome: Outcome, commit: str) -> None:
 
 
 def commit_of_the_sources() -> str:
-    """With a + where the sources are not as they were committed; the page itself does not count."""
+    """With a + if the sources differ from the commit; the page itself does not count."""
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{PAGE.relative_to(ROOT)}")
     return git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
 

@@ -1,5 +1,5 @@
-"""The results of the cells, in docs/support.md: the table between two markers is written and read here and is
-the only place where they are kept. The text around it is anybody's."""
+"""The results of the cells in docs/support.md. They are kept only there, in the table between two markers.
+The text around it can be edited freely."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read(text: str) -> dict[tuple[str, str, str], Row]:
 
 
 def write(text: str, rows: dict[tuple[str, str, str], Row], cells: list[Cell]) -> str:
-    """`text` with the rows of these cells in their order. Rows of cells that are no more are dropped."""
+    """`text` with the rows of these cells in their order. Rows of other cells are dropped."""
     lines = [f"| {' | '.join(HEADER)} |", f"|{'---|' * len(HEADER)}"]
     for cell in cells:
         row = rows.get(cell.key, Row(*cell.key, "", "", NEVER))
@@ -60,7 +60,7 @@ def write(text: str, rows: dict[tuple[str, str, str], Row], cells: list[Cell]) -
 
 
 def record(page: Path, row: Row, cells: list[Cell]) -> None:
-    """Sets one row and keeps the others. Another matrix, interrupted or not, loses nothing by it."""
+    """Sets one row and keeps the others, so that another matrix run loses nothing by it."""
     text = page.read_text()
     rows = read(text)
     rows[row.key] = row
@@ -70,5 +70,5 @@ def record(page: Path, row: Row, cells: list[Cell]) -> None:
 
 
 def in_a_field(text: str) -> str:
-    """On one line, and without what would end a field."""
+    """On one line, without characters that would end a field."""
     return " ".join(text.replace("|", "/").split())

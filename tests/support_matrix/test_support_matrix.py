@@ -1,5 +1,5 @@
 """tools/test --matrix, without making an environment: its cells, the table of results, the choice of a Python
-and of CI's cell, and how pytest's report is judged."""
+and of CI's cell, and the reading of pytest's report."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_a_cell_that_cannot_run_here_keeps_its_result_and_has_a_row_where_it_had
 
 
 def python_that_is(folder: Path, version: str, works: bool = True) -> Path:
-    """A program by that name, as find_python asks it: whole, or one of pyenv's shims."""
+    """A program of that name, as seen by find_python: a whole Python, or one of pyenv's shims."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / f"python{version}"
     program.write_text(f"#!/bin/sh\nexit {0 if works else 127}\n")
@@ -257,11 +257,11 @@ def test_a_cell_without_its_python_is_not_run(monkeypatch, capsys):
     assert "not run: no Python 3.10 here" in capsys.readouterr().out
 
 
-# ---- how a cell is judged -------------------------------------------------------------------------------
+# ---- results of a cell ------------------------------------------------------------------------------------
 
 
 def report_of(folder: Path, **tests: str) -> Path:
-    """A report in JUnit's format; `tests` have the name of the element that tells their outcome."""
+    """A report in JUnit's format; `tests` have the names of the elements that give their results."""
     text = "".join(
         f'<testcase name="{name}">{f"<{outcome}/>" if outcome else ""}</testcase>'
         for name, outcome in tests.items()

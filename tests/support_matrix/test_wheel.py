@@ -1,4 +1,4 @@
-"""tools/wheel, without building one: which nvcc it takes, for which GPUs, and what it says."""
+"""tools/wheel, without building one: the chosen nvcc, its GPUs, and the messages."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def plant(tmp_path, monkeypatch):
-    """An nvcc of a version, in CUDA_HOME; none elsewhere."""
+    """An nvcc of this version in CUDA_HOME; none elsewhere."""
 
     def plant(release):
         nvcc = tmp_path / release / "bin" / "nvcc"

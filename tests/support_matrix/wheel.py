@@ -91,7 +91,7 @@ def build(environment: environments.Environment, arguments: argparse.Namespace) 
     cuda = None if arguments.cuda == "none" else cuda_of_torch(environment.python)
     nvcc = nvcc_of_this_machine(cuda) if cuda and arguments.cuda == "auto" else None
     packages = [] if nvcc else packages_of_toolkit(cuda)
-    # Beside torch's environment, which stays as it was.
+    # In its own environment, so that torch's stays unchanged.
     name = f"build-tools-{environment.logs.parent.name}{'-nvcc' if packages else ''}"
     tools = environments.made_once(
         environments.PLACE / name,
@@ -127,7 +127,7 @@ def build(environment: environments.Environment, arguments: argparse.Namespace) 
 
 @dataclasses.dataclass(frozen=True)
 class Nvcc:
-    home: Path  # of its toolkit
+    home: Path  # of the toolkit
     version: str  # 13.0
 
 
@@ -136,7 +136,7 @@ def major(version: str) -> int:
 
 
 def cuda_of_torch(python: Path) -> str | None:
-    """The "13.0" that this torch was made with; None where it has no CUDA."""
+    """The "13.0" that this torch was built with; None for a torch without CUDA."""
     code = "import torch; print(torch.version.cuda or '')"
     return (
         subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -145,7 +145,7 @@ def cuda_of_torch(python: Path) -> str | None:
 
 
 def nvcc_of_this_machine(cuda: str) -> Nvcc | None:
-    """One whose kernels can run beside a torch that was made with this CUDA."""
+    """An nvcc whose kernels can run with a torch that was built with this CUDA."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     candidates = [Path(home, "bin", "nvcc") for home in homes if home]
     candidates += [Path(on_path)] if (on_path := shutil.which("nvcc")) else []
@@ -159,7 +159,7 @@ def nvcc_of_this_machine(cuda: str) -> Nvcc | None:
 
 
 def packages_of_toolkit(cuda: str | None) -> list[str]:
-    """nvcc and what it needs, as pip's packages. Those of CUDA 12 have no nvcc in them."""
+    """nvcc and its dependencies as pip's packages. Those of CUDA 12 contain no nvcc."""
     if cuda is None or major(cuda) < 13:
         return []
     return [
@@ -186,7 +186,7 @@ def cmake_arguments(nvcc: Nvcc | None, architectures: str | None) -> list[str]:
 
 
 def check(wheel: Path, python: Path, log: Path) -> None:
-    """Installs the wheel as a user does, and runs the matrix's smoke test with nothing else on PATH."""
+    """Installs the wheel like a user, and runs the matrix's smoke test with nothing else on PATH."""
     fresh(log)
     with tempfile.TemporaryDirectory() as folder:
         venv = Path(folder, "venv")

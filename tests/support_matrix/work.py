@@ -1,4 +1,5 @@
-"""Long commands: their output goes to a log, a line shows that time passes, and they end as a whole."""
+"""Long commands: their output goes to a log, a line shows progress, and they end with all their child
+processes."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ LONGEST = 7200.0  # seconds
 
 
 class CommandFailed(Exception):
-    """A command ended with another code than 0, or not in time."""
+    """A command failed or timed out."""
 
     def __init__(self, label: str, code: int | None, log: Path) -> None:
-        self.code, self.log = code, log  # no code where it was ended
+        self.code, self.log = code, log  # no code if it was terminated
         self.what = (
             f"{label} {'took too long' if code is None else 'failed'}"  # without a path of this machine
         )
@@ -51,7 +52,7 @@ def work(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=variables,
-            start_new_session=True,  # what it starts ends with it
+            start_new_session=True,  # its children end with it
         )
     line = Line(label)
     try:
@@ -70,7 +71,7 @@ def work(
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
-    """Ends with what `main` returns. Where the program is told to end, what it has started ends with it."""
+    """Exits with the result of `main`. If the program is terminated, its child processes are, too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         sys.exit(main())
@@ -79,17 +80,17 @@ def run_program(main: Callable[[], int]) -> NoReturn:
 
 
 def end(process: subprocess.Popen, patience: float = 10.0) -> None:
-    """pytest ends the ranks of its tests when it is interrupted; what still runs then is killed."""
+    """pytest ends its tests' ranks when it is interrupted; processes that still run then are killed."""
     os.killpg(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience)
-    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 class Line:
-    """On a terminal one line that is written over; elsewhere a line when work takes more than two seconds."""
+    """On a terminal one line that is overwritten; elsewhere a line once work takes more than two seconds."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -115,7 +116,7 @@ class Line:
 
 
 def how_far(log: Path) -> str:
-    """What ninja and pytest say of it at the end of their output: [12/90] or [ 45%]."""
+    """Progress at the end of ninja's or pytest's output: [12/90] or [ 45%]."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 2000))
         found = re.findall(r"\[ *\d+(?:/\d+|%)\]", file.read().decode(errors="replace"))
@@ -127,6 +128,6 @@ def last_lines(log: Path, count: int = 30) -> str:
 
 
 def fresh(log: Path) -> Path:
-    """The path of a log that begins anew."""
+    """The path of a log, which is emptied."""
     log.unlink(missing_ok=True)
     return log
