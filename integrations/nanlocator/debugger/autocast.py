@@ -1,4 +1,4 @@
-"""``no_autocast``: runs a module in fp32 that overflows in half precision.
+"""``no_autocast``: runs in fp32 a module that overflows in half precision.
 
 It applies the documented remedy (transformers' guide to debugging: ``forward`` inside
 ``autocast(enabled=False)``, with its input converted) without editing the model.
@@ -17,19 +17,19 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def no_autocast(module: nn.Module) -> "NoAutocast":
-    """From now on ``module.forward`` runs in fp32: autocast is off in it, and fp16 and bf16 tensors among its
-    arguments, parameters and buffers are converted.
+    """From now on ``module.forward`` runs in fp32, without autocast, and with fp16 and bf16 tensors among its
+    arguments, parameters and buffers converted.
 
         nanlocator.transformers.no_autocast(model.get_submodule("encoder.block.2.layer.1.DenseReluDense"))
 
-    Under autocast the output stays fp32: the operators around it convert what they need, and a value that
-    fp16 cannot hold survives up to the next normalisation. Without autocast, in a model whose weights are
-    fp16 or bf16, the output is converted back to the dtype of the arguments, and there such a value is Inf
-    again: take a larger module, up to the one that makes the values small.
+    Under autocast the output stays fp32: later operators convert it if needed, and a value beyond fp16's
+    range survives up to the next normalisation. Without autocast, in a model whose weights are fp16 or bf16,
+    the output is converted back to the dtype of the arguments, and such a value becomes Inf again: choose a
+    larger module, up to the one that makes the values small.
 
-    Parameters stay the objects that the optimizer knows, in their dtype; those in half precision are used
-    through a converted copy, and their gradients arrive in their own dtype. Checkpointing around the module
-    works; inside of it only where no parameter is in half precision.
+    Parameters stay the optimizer's objects, in their dtype; those in half precision are used through a
+    converted copy, and their gradients arrive in their own dtype. Checkpointing around the module works;
+    inside of it only if no parameter is in half precision.
 
     Args:
         module: any module. Calls of ``module(...)`` and of ``module.forward(...)``, from any autocast.

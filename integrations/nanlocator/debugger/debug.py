@@ -212,7 +212,7 @@ class DebugUnderflowOverflow:
         later."""
         stack = self._running.stack
         names = self._names.get(module)
-        # Removes leftovers of a forward that raised: checkpoints end their second forward so, too.
+        # Removes leftovers of a forward that raised: checkpoints also end their second forward so.
         if module is self.model:
             stack.clear()
         elif names is not None:

@@ -13,12 +13,14 @@ from nanlocator.debugger.values import Values
 class IntendedMasks:
     """Accepts intended −Inf, and remembers the accepted tensors of this process.
 
-    A tensor's −Inf are intended, unless it also has other bad values, in: an input that holds only zeros and
-    −Inf, some of each; an output with −Inf at exactly the elements where a mask among the inputs has it, or
-    where a bool mask among them is True, or False, in the shape to which the mask is broadcast: any other
-    −Inf is overflow; an input that was accepted as such an output and not written since.
+    The −Inf of a tensor without other bad values are intended in
 
-    All but the first need the tensors themselves; if these are gone (`Place.value` is None), the result is
+    1. an input that holds only zeros and −Inf, some of each;
+    2. an output with −Inf at exactly the elements where a mask among the inputs has it, or where a bool mask
+       among them is True, or False, in the shape to which the mask is broadcast: any other −Inf is overflow;
+    3. an input that was accepted as such an output and not written since.
+
+    Rules 2 and 3 need the tensors themselves; if these are gone (`Place.value` is None), the result is
     undecided.
     """
 

@@ -28,7 +28,7 @@ from nanlocator.hooks.patches import Patches
 
 _LONGEST_REPORT = 1 << 20  # characters that are sent; the finding rank's file has all
 _STORE_TIMEOUT = timedelta(seconds=10)
-_TELL_DEADLINE = 5.0  # seconds beyond the polling interval; later ranks learn of it only by the failure
+_TELL_DEADLINE = 5.0  # seconds beyond the polling interval; after that only the failure shows it
 _ASKS_PER_SECOND = 2000  # of all ranks together, because one process serves the Store
 
 

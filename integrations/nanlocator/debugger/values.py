@@ -17,8 +17,8 @@ class Values:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    # For a complex tensor of the parts, counted singly; for a sparse one of the stored values. None for
-    # integers, bools, empty tensors, and tensors without their own memory (meta, fake, under vmap).
+    # Counts and range; for a complex tensor those of its parts, for a sparse one of its stored values. None
+    # for integers, bools, empty tensors, and tensors without their own memory (meta, fake, under vmap).
     stats: "_C.TensorStats | None" = None
     # Magnitudes, like ``tensor.abs()``: nan if one is NaN. None: nothing to measure.
     magnitudes: tuple[float, float] | None = None

@@ -134,7 +134,7 @@ class EnginePass(Pass):
         scan_reduced: Callable[[], None],
     ) -> None:
         self._adapter, self._layout, self._recorder = adapter, layout, recorder
-        self._scan_reduced = weakref.WeakMethod(scan_reduced)  # its owner must not live until a step's end
+        self._scan_reduced = weakref.WeakMethod(scan_reduced)  # must not keep its owner alive
         self.problem = ""  # why the step cannot be executed again
 
     def run_again(self) -> Named:

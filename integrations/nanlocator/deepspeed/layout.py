@@ -53,7 +53,7 @@ class Layout:
         self.norms: list[tuple[Any, str]] = []
 
     def shards(self) -> dict[int, tuple[int, int]]:
-        """By id, for parameters with partitioned optimizer states; an absent id: no element."""
+        """By id, for parameters with partitioned optimizer states; the rank has no element of other ids."""
         return {piece.id: (piece.begin, piece.begin + piece.count) for piece in self.pieces}
 
     def is_partitioned(self) -> bool:

@@ -6,8 +6,8 @@ One step on every rank, in this order (runtime/engine.py, DeepSpeedEngine):
       the reduction      grad_local: the gradients of a bucket, before it is reduced
     _take_model_step     at the accumulation boundary: grad_reduced, the losses, and the flag over all ranks;
                          a bad step is executed again and judged here, before the clip and the update; so in
-                         the optimizer's step, where a program calls this one
-      the optimizer's norm   where it overflows though every gradient is finite
+                         the optimizer's step, if a program calls this one
+      the optimizer's norm   if it overflows though every gradient is finite
     ... its end          params_after (check_params)
 
 The engine's StepDriver owns the step. Hooks replace methods of the instances; ``remove`` removes them.

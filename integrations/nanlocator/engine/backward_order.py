@@ -10,7 +10,7 @@ _STEPS_TO_OBSERVE = 20
 class BackwardOrder:
     """Notes the order in which backward finishes gradients. It differs from the order of registration
     (linear_proj is registered before linear_qkv). It is known after one step in which every gradient became
-    ready. If some gradient never does (an expert without tokens), it waits only a few steps."""
+    ready. If some gradient never does (an expert without tokens), it counts as known after a few steps."""
 
     def __init__(self, ids: "dict[torch.nn.Parameter, int]", locator: _C.GradientLocator) -> None:
         self._ids, self._locator = ids, locator

@@ -216,7 +216,7 @@ else:
 class Driver(_EngineDriver):
     """Owns one ``_C.StepDriver`` with its hooks and its connection. Turns ``stop`` into an error."""
 
-    number_made = 0  # in this process; tells whether a driver exists already
+    number_made = 0  # in this process; `attach` reads it to see whether a script scans by itself
 
     def __init__(
         self, adapter: Adapter, options: _C.LocatorOptions, connection: RankConnection | None

@@ -27,8 +27,8 @@ _followed: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
 
 
 def keep_from_deepspeed(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """If DeepSpeed took a followed optimizer, it would let it step with DeepSpeed's own partitions, and
-    nothing would be found. From now on this raises UsageError; the returned function ends the check."""
+    """DeepSpeed would step a followed optimizer on DeepSpeed's own partitions, and nothing would be found.
+    From now on giving it to DeepSpeed raises UsageError; the returned function ends that."""
     _followed.add(optimizer)
     _check_optimizers()
     return lambda: _followed.discard(optimizer)

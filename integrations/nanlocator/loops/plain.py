@@ -160,7 +160,7 @@ class PlainAdapter(Adapter):
         ]
 
     def skips_bad_updates(self) -> bool:
-        """As a loss scaler does after an overflow."""
+        """A loss scaler that has seen an overflow, or will, leaves out the update."""
         return self.loss_scale is not None and self.loss_scale() is not None
 
     def check_parameters(self) -> None:

@@ -121,7 +121,7 @@ class MegatronAdapter(Adapter):
         return scale, scale > max((scaler.min_scale.item() for scaler in scalers), default=math.inf), True
 
     def skips_bad_updates(self) -> bool:
-        """Every loss scaler does, also a constant one (optimizer.py, MixedPrecisionOptimizer)."""
+        """True with any loss scaler, also a constant one (optimizer.py, MixedPrecisionOptimizer)."""
         return bool(self._scalers())
 
     def _scalers(self) -> list[Any]:

@@ -42,7 +42,7 @@ class RngTracker:
                 current[name].set_state(state.get_state())
             else:
                 current[name] = state
-        tracker.set_states(current)  # keeps the dictionary itself, so pass a copy
+        tracker.set_states(current)  # adopts the dictionary, which has no other user
 
 
 class LoggingTracker:

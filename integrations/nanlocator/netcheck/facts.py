@@ -1,5 +1,5 @@
-"""Facts about a rank's software and hardware (versions, device, clock), and illegal differences between
-ranks."""
+"""Facts about a rank's software and hardware (versions, device, clock), and differences between ranks that
+must not exist."""
 
 import os
 import platform
@@ -137,7 +137,7 @@ def _nccl_version() -> str | None:
 
 def _driver_version() -> str | None:
     """Does not run nvidia-smi, which may hang with its driver. The file's first line: "NVRM version: NVIDIA
-    UNIX x86_64 Kernel Module 550.54.15 Tue Mar 5 ..."."""
+    UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 ..."."""
     try:
         line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):

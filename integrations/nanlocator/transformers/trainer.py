@@ -10,9 +10,9 @@ One step, in the order of transformers 5.17 (trainer.py, ``_run_epoch``):
     optimizer.step                         left out under ``on_bad="skip"``
 
 A callback never gets its Trainer, and ``on_train_end`` is not called when ``train`` raises. So
-``Trainer.train`` is wrapped once per process: it passes a Trainer to this callback if it has one, and removes
-the hooks however ``train`` ends. The hooks replace methods of that one Trainer and of its optimizer, so they
-also work for subclasses with their own ``training_step`` or ``compute_loss``.
+``Trainer.train`` is wrapped once per process: it passes the Trainer to this callback if the Trainer has one,
+and removes the hooks however ``train`` ends. The hooks replace methods of that one Trainer and of its
+optimizer, so they also work for subclasses with their own ``training_step`` or ``compute_loss``.
 """
 
 import contextlib
