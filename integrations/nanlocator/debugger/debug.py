@@ -81,7 +81,7 @@ class DebugUnderflowOverflow:
         verbose: the rows of keyword arguments and nested values too; dtype and shape behind the metadata, and
             for a bad tensor its counts, the index of the first bad element and the range of the finite ones;
             shared modules under the name by which they were called; frames of modules that were added or
-            made later (a loss). Without it such rows and frames are shown only where they hold something bad.
+            made later (a loss). Without it such rows and frames are shown only if they hold a bad value.
         count_masks: also report infinities that are intended: an input that holds only zeros and −Inf, an
             additive attention mask, and scores with −Inf at just the elements that a mask among the inputs
             of their module masks (masks.py). An accelerator's tensors are freed before the rule runs: from

@@ -38,7 +38,7 @@ def detect_overflow(
     backward: bool = False,
     bundle: str | os.PathLike[str] | None = None,
 ) -> bool:
-    """Prints ``ctx has nans`` and ``ctx has infs`` where ``var`` holds any, and returns whether it does.
+    """Prints ``ctx has nans`` and ``ctx has infs`` if ``var`` holds any, and returns whether it does.
 
         detect_overflow(forwarded_states, "after layer_norm", n10000=True)
 

@@ -35,8 +35,8 @@ _GROUP_NAMES = {
 def boundaries_of(
     chunks: list[torch.nn.Module], gathering: Iterable[ProcessGroup] = (), *, reads_gathered: bool = False
 ) -> Boundaries:
-    """Watches what leaves and enters this rank with these model chunks, whose process groups may differ from
-    ``parallel_state``'s. The result is a listener of ``Microbatches``.
+    """Watches the tensors that leave and enter this rank with these model chunks, whose process groups may
+    differ from ``parallel_state``'s. The result is a listener of ``Microbatches``.
 
     Args:
         gathering: groups that gather weights at each use.

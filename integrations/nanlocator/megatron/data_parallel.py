@@ -152,9 +152,9 @@ def _main_gradient(parameter: Any) -> torch.Tensor:
 
 
 class ShardedChunk:
-    """A chunk in Megatron-FSDP. Parameters are those that forward and backward use, whose memory is allocated
-    and freed; the module has them only from forward to the reduction of gradients, otherwise DTensors of
-    shards.
+    """A chunk in Megatron-FSDP. Its parameters are the ones that forward and backward use; their memory is
+    allocated and freed. The module has them only from forward to the reduction of gradients, otherwise
+    DTensors of shards.
 
     If gradients are sharded, each microbatch's are reduced and added to the ranks' shards.
     """
