@@ -69,7 +69,7 @@ def _when_loaded(module: ModuleType, action: Callable[[ModuleType], None]) -> No
 
         @_initializing.setter
         def _initializing(self, value: bool) -> None:
-            self.__class__ = kind  # type: ignore[assignment] # the original class
+            self.__class__ = kind  # type: ignore[assignment]  # the original class
             self._initializing = value
             if sys.modules.get(module.__name__) is module:  # otherwise its import has failed
                 action(module)
