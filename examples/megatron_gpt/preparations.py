@@ -222,7 +222,7 @@ def _losses_of_layers() -> None:
 def _draws_of_the_data() -> None:
     from nanlocator.megatron import step_data
 
-    _not_restored(step_data, "_set_generator_states")
+    _not_restored(step_data._Replay, "_restore_generators")
 
 
 def _megatrons_machine() -> None:

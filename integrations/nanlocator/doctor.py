@@ -139,7 +139,7 @@ def points_here(problems: list[dict[str, str]]) -> list[dict[str, Any]]:
 
 def run_directory(problems: list[dict[str, str]]) -> dict[str, Any]:
     try:
-        options = resolve_options({}, integration="pytorch")
+        options = resolve_options({}, "watch")
     except nanlocator.Error as error:
         problems.append(
             {"problem": str(error), "do": "correct or unset the variable NANLOCATOR_... that says so"}

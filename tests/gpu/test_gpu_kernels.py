@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from expected import Expected, check
+from gpu_expected import Expected, check
 from gpu_machine import DEVICE
 from torch import nn
 

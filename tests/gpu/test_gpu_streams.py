@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from expected import Expected, check
+from gpu_expected import Expected, check
 from test_gpu_kernels import ROWS, UNDEFINED, WIDTH, kernel
 from torch import nn
 

@@ -167,11 +167,12 @@ ELSEWHERE = {
     "src/step/run_directory.cpp": ["level"],
     # Advice, examples.
     "src/report/cause_text.cpp": ["check_params"],
-    "src/trace/step_recorder.cpp": ["recorded_bytes"],
+    "src/recorder/step_recorder.cpp": ["recorded_bytes"],
     "integrations/nanlocator/__main__.py": ["on_bad"],
     "integrations/nanlocator/megatron/launcher.py": ["on_bad", "output_dir"],
     # It has its own folder, and one rank must not stop alone.
     "integrations/nanlocator/loops/evaluation.py": ["output_dir", "on_bad"],
+    "integrations/nanlocator/doctor.py": ["output_dir", "bundle_bytes"],  # the same; a key
     "integrations/bindings/module.cpp": ["on_bad", "rerun"],  # the outcome of a policy; an activity
 }
 

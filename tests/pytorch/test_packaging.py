@@ -23,7 +23,7 @@ def test_pip_install_gives_the_package_and_the_command(tmp_path):
     run(*pip, "--no-build-isolation", "--no-deps", "--ignore-installed", "--prefix", prefix, ROOT)
     (packages,) = prefix.glob("lib*/python*/site-packages")
     source = ROOT / "integrations"
-    kinds = ("*.py", "*.pyi", "*.txt", "py.typed")
+    kinds = ("*.py", "*.pyi", "nanlocator/**/*.txt", "py.typed")
     files = [file.relative_to(source) for kind in kinds for file in source.rglob(kind)]
     assert [str(file) for file in files if not (packages / file).is_file()] == []
     environment = {**os.environ, "PYTHONPATH": str(packages)}

@@ -18,6 +18,7 @@ SETS_ATTRIBUTES = {
     "hooks/patches.py": "the one place that patches",
     "state/switches.py": "switches of parallel modules, as the program had set them",
     "megatron/state.py": "counters of the re-run machine, as they were",
+    "engine/options.py": "our own options",
     "engine/locator.py": "the mark of an optimizer or engine that is watched",
     "sharding/shards.py": "our own coordinates",
 }

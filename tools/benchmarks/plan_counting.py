@@ -177,7 +177,9 @@ class CountingDriver:
 
     def __init__(self, *args: Any) -> None:
         self._plans: dict[tuple[str, int], tuple] = {}
-        self.locator = SimpleNamespace(now_in=_engine_call, gradient_is_ready=_engine_call)
+        self.locator = SimpleNamespace(
+            now_in=_engine_call, gradient_is_ready=_engine_call, add_not_covered=lambda notes: None
+        )
         self._scanning = contextlib.ExitStack()
 
     def follow_boundaries(self, boundaries: Any) -> None:

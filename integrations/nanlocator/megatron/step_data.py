@@ -98,11 +98,14 @@ class _Replay:
                 f"the re-run of the step asks for more than the first pass's {self._position} microbatches"
             )
         item = self._recorder.batches[self._position].copy()
+        self._restore_generators()
+        self._position += 1
+        return item
+
+    def _restore_generators(self) -> None:
         of_torch, others = self._recorder.generators[self._position]
         torch.set_rng_state(of_torch)
         others.restore()
-        self._position += 1
-        return item
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._recorder, name)
