@@ -28,11 +28,11 @@ _DISTRIBUTIONS = {"megatron": "megatron-core"}  # of top-level packages with ano
 class State(Enum):
     """The state of a point in this environment."""
 
-    HOLDS = "holds"
+    HOLDS = "in place"
     LOST = "lost"
-    NOT_DUE = "not of this version"  # another point serves the installed version
+    NOT_DUE = "of other versions"  # another point serves the installed version
     NOT_INSTALLED = "not installed"
-    PER_OBJECT = "known when it is used"  # an attribute of objects; the place of its class is not known
+    PER_OBJECT = "known only in use"  # an attribute of objects; the place of its class is not known
 
 
 @dataclass(frozen=True)
