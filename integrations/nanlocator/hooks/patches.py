@@ -181,8 +181,7 @@ class _Wrapped:
         self._point, self._target, self._name = point, target, name
         self._subscribers: list[_Subscriber] = []
         if point.is_hot:
-            make = _traced_entry if point.is_traced else _hot_entry
-            self._entry, self._set_layer = make(self.original)
+            self._entry, self._set_layer = _hot_entry(self.original, point.is_traced)
             self._entry.wrapped = self  # keeps it alive as long as the entry
         else:
             self._entry = _entry_of(self, point, target)
@@ -231,24 +230,14 @@ def _wrapped_now(target: Any, name: str) -> _Wrapped | None:
     return found if found is not None and found.is_installed else None
 
 
-def _hot_entry(original: Callable[..., Any]) -> tuple[Any, Callable[[Layer], None]]:
+def _hot_entry(original: Callable[..., Any], is_traced: bool) -> tuple[Any, Callable[[Layer], None]]:
     layer = _packed(original)  # in a cell, because reading it is faster than reading an attribute
+    is_compiling = torch.compiler.is_compiling
 
     def entry(owner: Any, *args: Any, **kwargs: Any) -> Any:
         return layer(owner, args, kwargs)
 
-    def set_layer(new: Layer) -> None:
-        nonlocal layer
-        layer = new
-
-    return entry, set_layer
-
-
-def _traced_entry(original: Callable[..., Any]) -> tuple[Any, Callable[[Layer], None]]:
-    layer = _packed(original)
-    is_compiling = torch.compiler.is_compiling
-
-    def entry(owner: Any, *args: Any, **kwargs: Any) -> Any:
+    def traced_entry(owner: Any, *args: Any, **kwargs: Any) -> Any:
         # Compilers see a plain call: torch.compile folds is_compiling() into a constant.
         if is_compiling():
             return original(owner, *args, **kwargs)
@@ -258,7 +247,7 @@ def _traced_entry(original: Callable[..., Any]) -> tuple[Any, Callable[[Layer], 
         nonlocal layer
         layer = new
 
-    return entry, set_layer
+    return traced_entry if is_traced else entry, set_layer
 
 
 def _entry_of(wrapped: _Wrapped, point: Point, target: Any) -> Any:

@@ -91,9 +91,11 @@ class Point:
 
     def is_due(self) -> bool:
         """Whether the installed version needs it."""
+        if self.is_optional:
+            return False
         version = numbers_of(version_of(self.package))
-        if self.is_optional or not version:
-            return not self.is_optional
+        if not version:
+            return True
         is_new_enough = not self.since or version >= numbers_of(self.since)
         until = numbers_of(self.until)
         return is_new_enough and (not until or version[: len(until)] <= until)
