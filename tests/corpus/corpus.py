@@ -180,9 +180,9 @@ def collect(corpus: Corpus, suites: list[str], for_pytest: list[str], arguments:
     if problem := collecting.build():
         print(problem, file=sys.stderr)
         return 1
-    folder, failures = arguments.kept, []
+    folder, made, failures = arguments.kept, None, []
     if folder is None:
-        folder = Path(tempfile.mkdtemp(prefix="nanlocator-corpus-"))
+        folder = made = Path(tempfile.mkdtemp(prefix="nanlocator-corpus-"))
         print(f"collecting into {folder}, which --kept reads if storing fails", file=sys.stderr)
         failures = collecting.run_suites(suites, for_pytest, folder)
     collection = collecting.pack(
@@ -192,7 +192,8 @@ def collect(corpus: Corpus, suites: list[str], for_pytest: list[str], arguments:
         collecting.places_of_this_machine(folder),
         arguments.renew,
     )
-    shutil.rmtree(folder)
+    if made:
+        shutil.rmtree(made)
     if arguments.json:
         fields = dataclasses.asdict(collection) | {"added": [case.header for case in collection.added]}
         print(json.dumps(fields | {"failures": failures}))
