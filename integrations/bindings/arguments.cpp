@@ -7,9 +7,11 @@
 #include <cctype>
 #include <filesystem>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "bindings.hpp"
+#include "command/doctor_options.hpp"
 #include "command/netcheck_options.hpp"
 #include "command/replay_options.hpp"
 #include "files/printable.hpp"
@@ -41,9 +43,10 @@ py::object value_of(const Arguments& given, const Option& option) {
   return values;
 }
 
-/// "--max-bytes" as max_bytes, "BUNDLE" as bundle.
+/// "--max-bytes" as max_bytes, "BUNDLE" as bundle, "SCRIPT.py" as script.
 std::string attribute_of(const Option& option) {
-  std::string name(option.name.substr(option.name.find_first_not_of('-')));
+  const std::string_view stem = option.name.substr(0, option.name.find('.'));
+  std::string name(stem.substr(stem.find_first_not_of('-')));
   std::ranges::transform(name, name.begin(), [](unsigned char letter) {
     return letter == '-' ? '_' : static_cast<char>(std::tolower(letter));
   });
@@ -82,6 +85,9 @@ py::object parse_arguments(const Command& command,
 
 void bind_arguments(py::module_& m) {
   using Words = std::vector<std::filesystem::path>;
+  m.def(
+      "parse_doctor", [](const Words& words) { return parse_arguments(command::kDoctor, words); },
+      "words"_a);
   m.def(
       "parse_netcheck",
       [](const Words& words) { return parse_arguments(command::kNetcheck, words); }, "words"_a);

@@ -1,9 +1,8 @@
-"""``nanlocator doctor``: whether nanlocator works here, and what it would see. Nothing of the script is run.
+"""``nanlocator doctor``: checks whether nanlocator works here, and what it would attach to a script.
 
-Exit status: 0 all is well, 1 something is wrong (each with what to do), 2 wrong use.
+The script is read, not run. tools/command/doctor_options.hpp has the options.
 """
 
-import argparse
 import ast
 import contextlib
 import io
@@ -24,20 +23,10 @@ import torch
 from torch import nn
 
 import nanlocator
-from nanlocator import _build_info
+from nanlocator import _C, _build_info
 from nanlocator.engine.options import resolve_options
 from nanlocator.hooks import points
 
-_EXAMPLES = """\
-examples:
-  nanlocator doctor                     versions, build, points, disk, self-test
-  nanlocator doctor train.py            and what would attach to this script, which is read and not run
-  nanlocator doctor --verbose           every point of other people's code, and whether it is there
-  nanlocator doctor --json > here.json  for a bug report
-  python -m nanlocator.doctor           the same
-
-Exit status: 0 all is well, 1 something is wrong, 2 wrong use.
-"""
 _FRAMEWORKS = (
     "megatron-core",
     "deepspeed",
@@ -47,31 +36,21 @@ _FRAMEWORKS = (
     "pytorch-lightning",
     "triton",
 )
-# What a script may set up by itself.
+# Calls by which a script sets up nanlocator itself.
 _OWN = ("watch", "LocatingOptimizer", "NanLocatorCallback", "install")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status; wrong use raises SystemExit(2)."""
-    parser = argparse.ArgumentParser(
-        prog="nanlocator doctor",
-        description="Checks an environment: versions, the points that nanlocator patches, disk, a self-test.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--verbose", action="store_true", help="print every point, not only those that are lost"
-    )
-    parser.add_argument("script", nargs="?", metavar="SCRIPT.py", help="say what would attach to it")
-    options = parser.parse_args(arguments)
+    """Returns the exit status. --help and wrong options end the program."""
+    options = _C.parse_doctor(sys.argv[1:] if arguments is None else arguments)
     report: dict[str, Any] = {}
-    if options.script is not None:
+    if options.script:
         try:
             report["script"] = attachment_to(Path(options.script))
         except (OSError, SyntaxError, ValueError) as error:
-            parser.error(f"{options.script} cannot be read as a script: {error}")
+            problem = f"{options.script} cannot be read as a script: {error}"
+            print(f"nanlocator: {problem}; see nanlocator doctor --help", file=sys.stderr)
+            return 2
     problems: list[dict[str, str]] = []
     with _quiet():
         report = {
@@ -88,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if problems else 0
 
 
-# --- what is looked at -----------------------------------------------------------------------------------
+# --- checks ----------------------------------------------------------------------------------------------
 
 
 def versions() -> dict[str, str | None]:
@@ -229,7 +208,7 @@ def _planted_fault(folder: str) -> dict[str, Any]:
 
 
 def attachment_to(script: Path) -> dict[str, str]:
-    """By what it imports, and the modules beside it, as ``python -m nanlocator`` would."""
+    """What ``python -m nanlocator`` would attach, judged by the imports of the script and its neighbours."""
     imported, own = _read(script, set())
     roots = {name.partition(".")[0] for name in imported}
     megatron = sorted(name for name in imported if name.startswith(("megatron.core", "megatron.training")))
@@ -252,11 +231,11 @@ def attachment_to(script: Path) -> dict[str, str]:
 
 
 def _read(file: Path, seen: set[Path]) -> tuple[set[str], set[str]]:
-    """What it and modules in its folder import, and what they call of nanlocator."""
+    """The imports of ``file`` and of modules in its folder, and their calls that set up nanlocator."""
     seen.add(file)
     imported: set[str] = set()
     own: set[str] = set()
-    ours: set[str] = set()  # names that stand for something of nanlocator
+    ours: set[str] = set()  # local names of such functions
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
         names = []
         if isinstance(node, ast.Import):
@@ -281,7 +260,7 @@ def _read(file: Path, seen: set[Path]) -> tuple[set[str], set[str]]:
     return imported, own
 
 
-# --- how it is said --------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------
 
 
 def text_of(report: dict[str, Any], *, verbose: bool) -> str:
@@ -330,8 +309,8 @@ def _size(count: int) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what frameworks print when they are imported, and the verdict of the self-test, which the
-    engine writes to the process's stderr."""
+    """Hides the output of frameworks that are imported, and the self-test's verdict, which the engine writes
+    to the process's stderr."""
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere, warnings.catch_warnings():
