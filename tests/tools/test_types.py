@@ -2,15 +2,14 @@
 (integrations/nanlocator/_C.pyi)."""
 
 import ast
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from checked_types import errors_of
 
-import nanlocator
 from nanlocator import _C
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,11 +20,9 @@ SCRIPT = Path(__file__).with_name("typed_user_script.py")
 
 
 @pytest.fixture(scope="module")
-def checked(request, tmp_path_factory):
-    """{file: {line: error of mypy --strict}}, for the script, and for variants with a mistake."""
-    pytest.importorskip("mypy")
+def checked(tmp_path_factory):
+    """{file: {line: error of mypy}}, for the script, and for variants with a mistake."""
     pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("programs")
     text = SCRIPT.read_text(encoding="utf-8")
     programs = {
         "good.py": text,
@@ -34,18 +31,7 @@ def checked(request, tmp_path_factory):
         "misspelt_attribute.py": text.replace("driver.is_rerunning", "driver.is_running_again"),
     }
     assert len(set(programs.values())) == len(programs)
-    for name, content in programs.items():
-        (folder / name).write_text(content, encoding="utf-8")
-    cache = request.config.cache.mkdir("mypy")  # cold it takes a minute
-    command = [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={cache}", *programs]
-    path = str(Path(nanlocator.__file__).parents[1])  # as if it were installed there
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout + done.stderr
-    found = {name: {} for name in programs}
-    for file, line, said in re.findall(r"^([\w./]+):(\d+): error: (.*)$", done.stdout, re.MULTILINE):
-        found[file][int(line)] = said
-    return found
+    return errors_of(programs, tmp_path_factory.mktemp("programs"))
 
 
 def lines_with(words):

@@ -1,4 +1,4 @@
-"""Programs like users', for ``mypy --strict`` (test_types.py). They are never executed."""
+"""Programs like users', for mypy with all its checks (tools/lint, test_types.py). They are never executed."""
 
 import os
 from typing import Any
