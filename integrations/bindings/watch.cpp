@@ -168,7 +168,8 @@ void bind_records(py::module_& m) {
       .def_readonly("stats", &Operand::stats)
       .def_readonly("negatives", &Operand::negatives)
       .def_readonly("number", &Operand::number)
-      .def_readonly("at_first_bad", &Operand::at_first_bad);
+      .def_readonly("at_first_bad", &Operand::at_first_bad)
+      .def_readonly("requires_grad", &Operand::requires_grad);
   py::class_<Birth>(m, "Birth")
       .def_property_readonly("kind", [](const Birth& b) { return std::string(name_of(b.kind)); })
       .def_readonly("sighting", &Birth::sighting)

@@ -32,11 +32,10 @@ class ParseGuard {
 
   void see(int depth, nlohmann::json::parse_event_t event, const nlohmann::json& parsed) {
     using Event = nlohmann::json::parse_event_t;
-    if (event == Event::object_start || event == Event::array_start) {
-      if (depth >= kDeepestJson) {
-        throw FormatError(source_ + ": nested deeper than " + std::to_string(kDeepestJson) +
-                          " levels; no file of nanlocator is");
-      }
+    const bool begins = event == Event::object_start || event == Event::array_start;
+    if (begins && depth >= kDeepestJson) {
+      throw FormatError(source_ + ": nested deeper than " + std::to_string(kDeepestJson) +
+                        " levels; no file of nanlocator is");
     }
     if (event == Event::object_start) {
       keys_.emplace_back();

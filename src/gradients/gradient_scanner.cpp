@@ -555,7 +555,7 @@ GradientScanner::Collected GradientScanner::collect(std::int64_t iteration) {
     coverage.phase = phase;
     for (const auto& [parameter, absmax] : parameters) {
       coverage.parameters.push_back(parameter);
-      if (phase == Phase::params_before) coverage.absmax.push_back(absmax);
+      if (has_maxima(phase)) coverage.absmax.push_back(absmax);
     }
   }
   return collected;

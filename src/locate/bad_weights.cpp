@@ -79,7 +79,8 @@ void add_magnitude_of_copies(const Incident& incident, Origin& origin) {
   Fact fact{.kind = FactKind::copies_magnitude, .ranks = origin.candidates};
   for (const int peer : clean->peers) {
     const RankEvidence* const rank = incident.find(peer);
-    const auto absmax = rank == nullptr ? std::nullopt : rank->weight_absmax(origin.parameter);
+    const auto absmax =
+        rank == nullptr ? std::nullopt : rank->absmax(Phase::params_before, origin.parameter);
     if (!absmax) continue;
     fact.peers.push_back(peer);
     fact.value = std::max(*absmax, fact.value.value_or(0));

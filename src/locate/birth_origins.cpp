@@ -91,19 +91,29 @@ bool has_value(const Birth& birth, double value) {
                              [&](const Operand& operand) { return operand.at_first_bad == value; });
 }
 
-/// True for a mean over no labels: the loss divides zero by zero, or torch's own loss counts no
-/// label.
+/// True for zero over zero, both of one element, if the divisor was not computed from parameters: a
+/// sum by the number of its addends. A divisor that depends on parameters is something else, such
+/// as the area of a box.
+bool is_mean_of_no_elements(const Birth& birth) {
+  const bool is_zero_over_zero =
+      birth.sighting.op.starts_with("aten::div") && has_values(birth) &&
+      std::ranges::all_of(birth.operands, [](const Operand& operand) {
+        return operand.at_first_bad.value_or(operand.number.value_or(0)) == 0;
+      });
+  if (!is_zero_over_zero || !birth.sighting.shape.empty()) return false;
+  const auto divisor = std::ranges::find(birth.operands, "other", &Operand::name);
+  return divisor == birth.operands.end() || divisor->requires_grad != true;
+}
+
+/// True for a mean over no labels: the loss divides by a count of zero, or torch's own loss counts
+/// no label.
 bool is_empty_loss(const Birth& birth) {
   const std::string& op = birth.sighting.op;
   // aten/src/ATen/native/LossNLL.cpp: the mean of finite inputs is NaN only if the labels' total
   // weight is zero (all of them ignore_index).
   if (op.starts_with("aten::nll_loss")) return true;
   if (birth.sighting.phase != Phase::loss) return false;
-  const bool is_quotient = op.starts_with("aten::div") && has_values(birth) &&
-                           std::ranges::all_of(birth.operands, [](const Operand& operand) {
-                             return operand.at_first_bad.value_or(operand.number.value_or(0)) == 0;
-                           });
-  return is_quotient || detail_of(birth) == Detail::mean_of_nothing;
+  return is_mean_of_no_elements(birth) || detail_of(birth) == Detail::mean_of_nothing;
 }
 
 /// The class of the autograd Function whose own code produced the value, or the custom operator's

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
+#include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -351,8 +354,13 @@ class Finder {
 
   void add_between_ranks(const Meeting& meeting, const Sighting& sighting,
                          const std::set<int>& receivers, int replica) {
+    const std::string parameter = sighting.phase > Phase::backward
+                                      ? reduced_parameter(sighting, *receivers.begin())
+                                      : std::string();
+    std::set<std::string_view> parameters;
+    if (!parameter.empty()) parameters.insert(parameter);
     auto overflow = !meeting.receiver && meeting.kind && is_reduction(*meeting.kind)
-                        ? sum_near_overflow(sighting, meeting.givers.size())
+                        ? overflow_of_sum(incident_, sighting, meeting.givers, parameters)
                         : std::nullopt;
     std::set<int> clean(meeting.givers.begin(), meeting.givers.end());
     for (const int rank : receivers) clean.erase(rank);
@@ -371,9 +379,7 @@ class Finder {
                                                : Cause::collective_result,
                     candidates.size() == 1 ? Confidence::high : Confidence::medium, candidates);
     set_place(origin, sighting);
-    if (sighting.phase > Phase::backward) {
-      origin.parameter = reduced_parameter(sighting, *receivers.begin());
-    }
+    origin.parameter = parameter;
     Facts& facts = origin.facts;
     if (meeting.receiver) {
       facts.push_back(fact_of(FactKind::message_changed, sighting, received));

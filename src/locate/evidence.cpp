@@ -88,10 +88,9 @@ Status RankEvidence::status(Phase phase, std::string_view name) const {
   return position ? status(phase, *position) : Status::unknown;
 }
 
-std::optional<double> RankEvidence::weight_absmax(std::string_view name) const {
+std::optional<double> RankEvidence::absmax(Phase phase, std::string_view name) const {
   const auto position = position_of(name);
-  const auto coverage =
-      std::ranges::find(ledger_->coverage, Phase::params_before, &Coverage::phase);
+  const auto coverage = std::ranges::find(ledger_->coverage, phase, &Coverage::phase);
   if (!position || coverage == ledger_->coverage.end()) return std::nullopt;
   const auto& ids = coverage->parameters;
   const auto found = std::ranges::lower_bound(ids, parameter(*position).id);

@@ -47,8 +47,9 @@ class RankEvidence {
   [[nodiscard]] bool scanned(Phase phase) const noexcept;
   [[nodiscard]] Status status(Phase phase, std::size_t position) const;
   [[nodiscard]] Status status(Phase phase, std::string_view name) const;
-  /// The largest finite magnitude of the parameter before the step; empty if not scanned.
-  [[nodiscard]] std::optional<double> weight_absmax(std::string_view name) const;
+  /// The largest finite magnitude of the parameter or its gradient in a phase that has_maxima;
+  /// empty if not scanned.
+  [[nodiscard]] std::optional<double> absmax(Phase phase, std::string_view name) const;
   /// In the order of the sightings, each parameter once.
   [[nodiscard]] std::span<const BadParameter> bad(Phase phase) const;
   [[nodiscard]] const BadParameter* find_bad(Phase phase, std::size_t position) const;

@@ -1,6 +1,7 @@
 #include "locate/origin_facts.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <set>
 #include <string>
@@ -16,6 +17,35 @@ bool is_near_overflow(const Sighting& sighting, double reach) {
   const auto largest = largest_finite(sighting.dtype);
   const TensorStats& stats = sighting.stats;
   return largest && stats.nan == 0 && stats.has_finite() && stats.absmax > *largest / reach;
+}
+
+/// The largest of the rank's local gradients, of these parameters or of all.
+std::optional<double> largest_gradient(const RankEvidence& rank,
+                                       const std::set<std::string_view>& parameters) {
+  std::optional<double> largest;
+  for (const std::string_view name : parameters) {
+    largest = std::max(largest, rank.absmax(Phase::grad_local, name));
+  }
+  if (!parameters.empty()) return largest;
+  for (std::size_t position = 0; position < rank.size(); ++position) {
+    largest = std::max(largest, rank.absmax(Phase::grad_local, rank.parameter(position).name));
+  }
+  return largest;
+}
+
+/// What the largest local gradient of each member adds up to; empty if one is not known.
+std::optional<double> sum_of_maxima(const Incident& incident, Phase phase,
+                                    const std::vector<int>& members,
+                                    const std::set<std::string_view>& parameters) {
+  if (phase <= Phase::grad_local) return std::nullopt;
+  double sum = 0;
+  for (const int member : members) {
+    const RankEvidence* const rank = incident.find(member);
+    const auto largest = rank != nullptr ? largest_gradient(*rank, parameters) : std::nullopt;
+    if (!largest) return std::nullopt;
+    sum += *largest;
+  }
+  return sum;
 }
 
 bool watches_gathers(const Ledger& ledger, const RankList& members) {
@@ -60,12 +90,22 @@ std::optional<Fact> near_overflow(const Sighting& sighting) {
       .kind = FactKind::near_overflow, .value = sighting.stats.absmax, .dtype = sighting.dtype};
 }
 
-std::optional<Fact> sum_near_overflow(const Sighting& sighting, std::size_t members) {
-  if (!is_near_overflow(sighting, 2.0 * static_cast<double>(members))) return std::nullopt;
-  return Fact{.kind = FactKind::sum_near_overflow,
-              .count = static_cast<std::int64_t>(members),
-              .value = sighting.stats.absmax,
-              .dtype = sighting.dtype};
+std::optional<Fact> overflow_of_sum(const Incident& incident, const Sighting& sighting,
+                                    const std::vector<int>& members,
+                                    const std::set<std::string_view>& parameters) {
+  Fact fact{.count = std::ssize(members), .dtype = sighting.dtype};
+  if (const auto sum = sum_of_maxima(incident, sighting.phase, members, parameters)) {
+    const auto largest = largest_finite(sighting.dtype);
+    if (!largest || sighting.stats.nan > 0 || *sum <= *largest) return std::nullopt;
+    fact.kind = FactKind::sum_may_exceed_range;
+    fact.value = sum;
+    fact.last_value = largest;
+    return fact;
+  }
+  if (!is_near_overflow(sighting, 2.0 * static_cast<double>(members.size()))) return std::nullopt;
+  fact.kind = FactKind::sum_near_overflow;
+  fact.value = sighting.stats.absmax;
+  return fact;
 }
 
 Direction direction_of(Phase phase) noexcept {

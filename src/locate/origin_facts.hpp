@@ -1,10 +1,11 @@
 // Facts about an origin's tensor that several rules use.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "locate/evidence.hpp"
@@ -20,8 +21,13 @@ namespace nanlocator::inline locate_room {
 [[nodiscard]] Direction direction_of(Phase phase) noexcept;
 /// For a tensor with Inf and no NaN whose finite elements come close to its dtype's largest.
 [[nodiscard]] std::optional<Fact> near_overflow(const Sighting& sighting);
-/// The sum of `members` finite addends may have overflowed.
-[[nodiscard]] std::optional<Fact> sum_near_overflow(const Sighting& sighting, std::size_t members);
+/// For Inf without NaN in the sum of the members' finite addends, if it may have overflowed. Of
+/// gradients, the members' maxima before the reduction show it: those of `parameters`, or of all if
+/// that is empty. Else the sum's finite elements give a hint.
+[[nodiscard]] std::optional<Fact> overflow_of_sum(const Incident& incident,
+                                                  const Sighting& sighting,
+                                                  const std::vector<int>& members,
+                                                  const std::set<std::string_view>& parameters);
 
 /// For ranks that gather weights at each use, if not all of the gathers were scanned.
 [[nodiscard]] std::optional<Fact> weights_gathered_unseen(const Incident& incident,

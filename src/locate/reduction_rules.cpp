@@ -169,7 +169,7 @@ class ReductionRules {
     });
     const bool is_own_copy = has_clean_copy(bad);
     const bool is_alone = members.size() == 1;
-    auto overflow = sum_near_overflow(sighting, members.size());
+    auto overflow = overflow_of_sum(findings_.incident(), sighting, sorted(members), names);
     const std::set<int>& candidates = is_own_copy || is_alone ? ranks : members;
     Origin origin = findings_.make_origin(
         Phase::grad_reduced,

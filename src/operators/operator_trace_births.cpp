@@ -627,10 +627,11 @@ static void count_ignored_labels(Operand& labels, const OperatorInfo& info,
   labels.ignored = count;
 }
 
-void OperatorTrace::Impl::describe_operands(Birth& birth, const OperatorInfo& info,
+void OperatorTrace::Impl::describe_operands(Birth& birth, const Frame& frame,
                                             const std::vector<c10::IValue>& arguments,
                                             const std::vector<BeforeWrite>& written,
                                             const std::vector<std::int64_t>& output_shape) const {
+  const OperatorInfo& info = *frame.info;
   const FirstBad first_bad{
       .index = unravel_index(birth.sighting.stats.first_bad, birth.sighting.shape),
       .shape = output_shape,
@@ -656,6 +657,7 @@ void OperatorTrace::Impl::describe_operands(Birth& birth, const OperatorInfo& in
       }
       operand = operand_of(name, tensor, options.threads);
       if (element >= 0) operand.element = element;
+      if (element < 0) operand.requires_grad = frame.arguments[i].toTensor().requires_grad();
       count_ignored_labels(operand, info, arguments, tensor);
       // For a complex output, the index has one more dimension.
       if (element < 0 && first_bad.index.size() == output_shape.size() &&
@@ -874,7 +876,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
   if (!is_literal) {
     birth.extent = extent_of(shown->values, birth.sighting.stats.nonfinite());
     if (frame.has_arguments) {
-      describe_operands(birth, info, traced.call ? traced.call->arguments : frame.arguments,
+      describe_operands(birth, frame, traced.call ? traced.call->arguments : frame.arguments,
                         traced.call ? std::vector<BeforeWrite>() : frame.before_write,
                         shown->values.sizes().vec());
     }

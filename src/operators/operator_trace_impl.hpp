@@ -150,7 +150,7 @@ struct OperatorTrace::Impl {
   [[nodiscard]] Place current_place(ThreadFrames& frames);
   void read_code(Birth& birth, const ProgramCode::Caller& caller) const;
   /// Arguments in `written` are described without values: they now hold the result.
-  void describe_operands(Birth& birth, const OperatorInfo& info,
+  void describe_operands(Birth& birth, const Frame& frame,
                          const std::vector<c10::IValue>& arguments,
                          const std::vector<BeforeWrite>& written,
                          const std::vector<std::int64_t>& output_shape) const;

@@ -22,7 +22,8 @@ constexpr auto json_fields(const Operand*) {
                     JsonOrNull("dtype", &O::dtype), JsonField("shape", &O::shape),
                     JsonField("stats", &O::stats), JsonField("negatives", &O::negatives),
                     JsonAdded(JsonField("ignored", &O::ignored)), JsonField("number", &O::number),
-                    JsonField("at_first_bad", &O::at_first_bad));
+                    JsonField("at_first_bad", &O::at_first_bad),
+                    JsonAdded(JsonField("requires_grad", &O::requires_grad)));
 }
 
 constexpr auto json_fields(const BadExtent::Indices*) {

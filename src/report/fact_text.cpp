@@ -703,6 +703,10 @@ std::string plain_text(const Fact& fact) {
       return "no NaN, and its largest finite element " + value_of(fact.value) +
              " is close to the largest " + fact.dtype + ": the sum of " + counted(count_of(fact)) +
              " finite addends may have overflowed";
+    case sum_may_exceed_range:
+      return "no NaN, and the largest elements that the " + counted(count_of(fact)) +
+             " members put in add up to " + value_of(fact.value) + ", beyond the largest " +
+             fact.dtype + " (" + value_of(fact.last_value) + "): the sum may have overflowed";
     case near_overflow:
       return "no NaN, and its largest finite element " + value_of(fact.value) +
              " is close to the largest " + fact.dtype + ": an overflow is likely";

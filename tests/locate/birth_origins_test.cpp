@@ -352,9 +352,10 @@ TEST(BirthOrigins, ABadLossWithFiniteGradientsIsAnOriginOfItsOwn) {
   EXPECT_EQ(verdict.origins[0].cause, Cause::empty_loss_mask);
 }
 
-TEST(BirthOrigins, ZeroOverZeroInTheLossIsAnEmptyLossMaskAndElsewhereIsNot) {
+TEST(BirthOrigins, ZeroOverACountOfZeroInTheLossIsAnEmptyLossMaskAndElsewhereIsNot) {
   Ledger ledger = ledger_of(0, 1);
   Birth quotient = birth_of(BirthKind::nan, Phase::loss, "aten::div.Tensor");
+  quotient.sighting.shape = {};
   quotient.operands = {operand_at_first_bad("self", 0.0), operand_at_first_bad("other", 0.0)};
   quotient.replay = ReplayConclusion::deterministic_undefined;
   ledger.births = {quotient};
@@ -364,6 +365,22 @@ TEST(BirthOrigins, ZeroOverZeroInTheLossIsAnEmptyLossMaskAndElsewhereIsNot) {
   ledger.births[0].sighting.phase = Phase::loss;
   ledger.births[0].operands[0].at_first_bad = 3;
   EXPECT_EQ(locate_one(ledger).origins.at(0).cause, Cause::operator_undefined);
+}
+
+TEST(BirthOrigins, ZeroOverAZeroThatIsNoCountIsNoEmptyLossMask) {
+  Ledger ledger = ledger_of(0, 1);
+  Birth quotient = birth_of(BirthKind::nan, Phase::loss, "aten::div.Tensor");
+  quotient.replay = ReplayConclusion::deterministic_undefined;
+  quotient.operands = {operand_at_first_bad("self", 0.0), operand_at_first_bad("other", 0.0)};
+  const auto cause_of = [&](std::vector<std::int64_t> shape, bool requires_grad) {
+    quotient.sighting.shape = std::move(shape);
+    quotient.operands[1].requires_grad = requires_grad;
+    ledger.births = {quotient};
+    return locate_one(ledger).origins.at(0).cause;
+  };
+  EXPECT_EQ(cause_of({}, false), Cause::empty_loss_mask);
+  EXPECT_EQ(cause_of({}, true), Cause::operator_undefined);    // the area of a union of boxes
+  EXPECT_EQ(cause_of({4}, false), Cause::operator_undefined);  // in one of four elements
 }
 
 TEST(BirthOrigins, EachKindHasItsCause) {

@@ -368,6 +368,33 @@ TEST(Locate, ASumNearTheLargestNumberMayHaveOverflowed) {
   EXPECT_EQ(verdict.origins.front().cause, Cause::collective_sum);
 }
 
+/// A reduced gradient that is Inf on ranks 1 and 3, whose largest elements before it were `absmax`.
+Verdict verdict_of_reduced_inf(float absmax, std::int64_t nan = 0) {
+  std::vector<Ledger> ledgers = TrainingStep(megatron_layout(), {}).ledgers();
+  for (const int rank : {1, 3}) {
+    Ledger& ledger = *ledger_of(ledgers, rank);
+    Sighting& sighting = make_bad(ledger, Phase::grad_reduced, kQkv);
+    sighting.stats.nan = nan;
+    sighting.stats.pos_inf = 1;
+    sighting.stats.absmax = 1;
+    Coverage& local = *std::ranges::find(ledger.coverage, Phase::grad_local, &Coverage::phase);
+    local.absmax.assign(local.parameters.size(), absmax);
+  }
+  return locate(ledgers, 8);
+}
+
+TEST(Locate, ASumThatOverflowsInOneElementIsKnownByTheMaximaOfItsAddends) {
+  const Verdict verdict = verdict_of_reduced_inf(2e38F);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins.front().cause, Cause::collective_sum);
+  EXPECT_EQ(verdict.origins.front().owner, Owner::model_author);
+}
+
+TEST(Locate, ASumOfSmallOrNotANumberDidNotOverflow) {
+  EXPECT_EQ(verdict_of_reduced_inf(1e38F).origins.at(0).cause, Cause::collective_result);
+  EXPECT_EQ(verdict_of_reduced_inf(2e38F, 1).origins.at(0).cause, Cause::collective_result);
+}
+
 TEST(Locate, OneBadCopyOfAnAllReducedGradientIsThatRanks) {
   std::vector<Ledger> ledgers = TrainingStep(megatron_layout(), {}).ledgers();
   make_bad(*ledger_of(ledgers, 3), Phase::grad_reduced, kQkv);

@@ -242,7 +242,7 @@ ParameterInfo in_columns() {
 TEST(ParameterMap, KeepsThePositionOfAShard) {
   const ParameterMap map({}, {in_columns()});
   EXPECT_EQ(ParameterMap::from_manifest_json(map.to_manifest_json(), "x").at(0), in_columns());
-  const ElementRange& shard = *in_columns().shard;
+  const ElementRange shard = *in_columns().shard;
   EXPECT_EQ(shard.element_at(0), 4);
   EXPECT_EQ(shard.element_at(5), 13);
   EXPECT_TRUE(shard.contains(13));

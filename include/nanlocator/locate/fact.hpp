@@ -142,6 +142,7 @@ namespace nanlocator::inline locate_room {
   FACT(only_owner_keeps_sum)                                                  \
   FACT(nobody_else_holds_it)                                                  \
   FACT(sum_near_overflow)                                                     \
+  FACT(sum_may_exceed_range)                                                  \
   FACT(near_overflow)                                                         \
   FACT(other_replicas)                                                        \
   FACT(neighbours_clean)                                                      \

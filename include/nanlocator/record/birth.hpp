@@ -101,6 +101,7 @@ struct Operand {
   std::optional<double> number;           // for an argument that is a number
   /// The element from which the first bad output element was computed, if the shapes allow to tell.
   std::optional<double> at_first_bad;
+  std::optional<bool> requires_grad{};  // of a tensor: computed from parameters
   friend bool operator==(const Operand&, const Operand&) = default;
 };
 

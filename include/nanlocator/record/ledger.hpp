@@ -28,11 +28,17 @@ namespace nanlocator::inline record_room {
 struct Coverage {
   Phase phase = Phase::grad_local;
   std::vector<std::int64_t> parameters;  // ids scanned, ascending
-  /// For params_before only: the largest finite magnitude of each parameter, at most a float's, 0
-  /// without one. If one rank's copy of a weight is bad, it shows the values on other ranks.
+  /// Where has_maxima(phase): the largest finite magnitude of each parameter, at most a float's, 0
+  /// without one.
   std::vector<float> absmax{};
   friend bool operator==(const Coverage&, const Coverage&) = default;
 };
+
+/// True for phases whose maxima other ranks' faults are judged by. If one copy of a weight is bad,
+/// they show the values of the others; if a reduction returns Inf, whether its sum overflowed.
+[[nodiscard]] constexpr bool has_maxima(Phase phase) {
+  return phase == Phase::params_before || phase == Phase::grad_local;
+}
 
 /// How many crossings of one kind this rank scanned. Distinguishes "sent finite" from "not seen".
 struct CrossingCoverage {
