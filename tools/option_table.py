@@ -21,7 +21,7 @@ def table() -> str:
 def _row(name: str, option: Option) -> str:
     default = f"`{option.kind.show(getattr(_C.LocatorOptions(), name))}`"
     other = [f"`{value}` for {integration}" for integration, value in option.defaults.items()]
-    only = f" (only {', '.join(option.only)})" if option.only else ""
+    only = f" (only for {', '.join(option.only)})" if option.only else ""
     names = f"`{name}`, `{flag_of(name)}` | `{variable_of(name)}`"
     return f"| {names} | {'; '.join([default, *other])} | {option.help}{only} |\n"
 

@@ -13,10 +13,10 @@ examples:
   python -m nanlocator train.py --lr 1e-4
   python -m nanlocator --on-bad skip -m my_package.train --config big.yaml
   torchrun --nproc-per-node 8 -m nanlocator train.py ...
-  NANLOCATOR=1 accelerate launch train.py ...          the same, where the workers are started by others
+  NANLOCATOR=1 accelerate launch train.py ...          the same, if another program starts the workers
 
-Options stand before the script; what follows it is the script's. An option that is not given is read from its
-variable, which holds 1 or 0 for those that are on or off. Under Megatron nanlocator.megatron is installed.
+Options go before the script; everything after its name is passed to it. An option that is not given is read
+from its environment variable (1 or 0 for switches). Megatron-Core and DeepSpeed get their own integrations.
 """
 
 
@@ -25,13 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     through, SystemExit too; wrong use of the launcher exits with 2."""
     parser = make_parser(
         "python -m nanlocator",
-        "Runs a training script, unedited, and finds where NaN and Inf in its gradients are born.",
+        "Runs a training script unchanged and finds where NaN or Inf in its gradients started.",
         _EXAMPLES,
         _INTEGRATION,
     )
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as of python -m")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="script is the name of a module, as with python -m"
+    )
     parser.add_argument("script", help="the training script")
-    parser.add_argument("arguments", nargs="...", help="its arguments, untouched")
+    parser.add_argument("arguments", nargs="...", help="its arguments, passed on unchanged")
     options = parser.parse_args(arguments)
     if not options.module:
         check_script(parser, options.script)

@@ -133,9 +133,9 @@ class Attachment:
         if spec is not None and f"{spec.name}.".startswith(_STARTERS):
             return
         what = (
-            "no module was called that an optimizer trains"
+            "no module that an optimizer trains was called"
             if self._has_seen_optimizer
-            else "no optimizer was made"
+            else "no optimizer was created"
         )
         _say(f"attached to nothing: {what}")
 

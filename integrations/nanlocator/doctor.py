@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             report["script"] = attachment_to(Path(options.script))
         except (OSError, SyntaxError, ValueError) as error:
-            problem = f"{options.script} cannot be read as a script: {error}"
+            problem = f"{options.script} cannot be read as a Python script: {error}"
             print(f"nanlocator: {problem}; see nanlocator doctor --help", file=sys.stderr)
             return 2
     problems: list[dict[str, str]] = []
@@ -83,8 +83,8 @@ def versions() -> dict[str, str | None]:
 
 def build(problems: list[dict[str, str]]) -> dict[str, Any]:
     if torch.version.cuda and not _build_info.CUDA:
-        problem = "nanlocator was built without CUDA kernels: tensors on GPUs are scanned on the slow path"
-        problems.append({"problem": problem, "do": "build it again where nvcc is found (docs/install.md)"})
+        problem = "nanlocator was built without CUDA kernels: GPU tensors are scanned on the slow path"
+        problems.append({"problem": problem, "do": "rebuild it where nvcc is installed (docs/install.md)"})
     return {name: value for name, value in vars(_build_info).items() if name.isupper()}
 
 
@@ -92,7 +92,7 @@ def gpus(problems: list[dict[str, str]]) -> list[str]:
     try:
         return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     except RuntimeError as error:
-        problems.append({"problem": f"a GPU cannot be used: {error}", "do": "see nvidia-smi"})
+        problems.append({"problem": f"the GPUs cannot be used: {error}", "do": "check nvidia-smi"})
         return []
 
 
@@ -105,8 +105,8 @@ def points_here(problems: list[dict[str, str]]) -> list[dict[str, Any]]:
         tested = points.TESTED.get(package, "")
         problems.append(
             {
-                "problem": f"{package} {points.version_of(package)} lacks what nanlocator patches in it",
-                "do": (f"use a version that was tested ({tested})" if tested else "report it")
+                "problem": f"{package} {points.version_of(package)} lacks functions that nanlocator patches",
+                "do": (f"use a tested version ({tested})" if tested else "report it")
                 + "; until then a verdict's coverage says what is not seen",
             }
         )
@@ -121,7 +121,7 @@ def run_directory(problems: list[dict[str, str]]) -> dict[str, Any]:
         options = resolve_options({}, "watch")
     except nanlocator.Error as error:
         problems.append(
-            {"problem": str(error), "do": "correct or unset the variable NANLOCATOR_... that says so"}
+            {"problem": str(error), "do": "correct or unset the variable NANLOCATOR_... that has this value"}
         )
         return {}
     folder = Path(options.output_dir).absolute()
@@ -130,16 +130,17 @@ def run_directory(problems: list[dict[str, str]]) -> dict[str, Any]:
     if not os.access(existing, os.W_OK):
         problems.append(
             {
-                "problem": f"findings cannot be written: {existing} is read-only for this user",
-                "do": "set NANLOCATOR_OUTPUT_DIR to a folder that can be written",
+                "problem": f"findings cannot be written: this user has no write access to {existing}",
+                "do": "set NANLOCATOR_OUTPUT_DIR to a writable folder",
             }
         )
     elif free < options.bundle_bytes:
         problems.append(
             {
-                "problem": f"{_size(free)} are free in {existing}, and the bundles of one rank may take "
+                "problem": f"only {_size(free)} are free in {existing}, but the bundles of one rank may take "
                 f"{_size(options.bundle_bytes)}",
-                "do": "free some, or set NANLOCATOR_OUTPUT_DIR or NANLOCATOR_BUNDLE_BYTES",
+                "do": "free some space, choose another folder (NANLOCATOR_OUTPUT_DIR), or allow fewer bytes "
+                "(NANLOCATOR_BUNDLE_BYTES)",
             }
         )
     return {"path": str(folder), "free_bytes": free, "bundle_bytes": options.bundle_bytes}
@@ -170,13 +171,13 @@ def self_test(problems: list[dict[str, str]]) -> dict[str, Any]:
         torch.random.set_rng_state(generator)
     expected = {"cause": "bad_weight", "module": "head", "parameter": "head.weight"}
     if not failure and found != expected:
-        failure = f"it found {found or 'nothing'} in place of {expected}"
+        failure = f"it found {found or 'nothing'} instead of {expected}"
     if failure:
         problems.append(
             {
                 "problem": f"the self-test failed: {failure}",
-                "do": "install nanlocator again for this torch (docs/install.md); if it still fails, report "
-                "it with the output of nanlocator doctor --json",
+                "do": "reinstall nanlocator for this torch (docs/install.md); if it still fails, report it "
+                "with the output of nanlocator doctor --json",
             }
         )
     seconds = round(time.monotonic() - begin, 1)
@@ -213,19 +214,22 @@ def attachment_to(script: Path) -> dict[str, str]:
     roots = {name.partition(".")[0] for name in imported}
     megatron = sorted(name for name in imported if name.startswith(("megatron.core", "megatron.training")))
     if own:
-        attaches, why = "nothing", f"the script sets up {', '.join(sorted(own))} by itself"
+        attaches, why = "nothing", f"the script itself calls {', '.join(sorted(own))}"
     elif megatron:
         attaches, why = (
             "nanlocator.megatron",
-            f"it imports {megatron[0]}; installed when its optimizer is made",
+            f"it imports {megatron[0]}; installed when its optimizer is created",
         )
     elif "deepspeed" in roots:
         attaches, why = "nanlocator.deepspeed", f"installed in {points.INITIALIZE.place}"
     elif "torch" in roots or roots & {"transformers", "accelerate", "lightning", "pytorch_lightning", "trl"}:
         attaches = "nanlocator.watch"
-        why = "attached when the first module is called that an optimizer trains"
+        why = "attached at the first call of a module that an optimizer trains"
     else:
-        attaches, why = "nothing", "neither it nor the modules beside it import torch or a framework"
+        attaches, why = (
+            "nothing",
+            "neither the script nor a module in its folder imports torch or a framework",
+        )
     start = f"python -m nanlocator {script}" if attaches != "nothing" else ""
     return {"path": str(script), "attaches": attaches, "why": why, "start": start}
 
@@ -293,7 +297,7 @@ def text_of(report: dict[str, Any], *, verbose: bool) -> str:
     outcome = "passed: the planted NaN was found in head.weight" if test["passed"] else "FAILED"
     row("self-test", f"{outcome}, {test['seconds']} s")
     for each in report["problems"]:
-        lines += ["", f"{red}wrong:{plain} {each['problem']}", f"   do: {each['do']}"]
+        lines += ["", f"{red}problem:{plain} {each['problem']}", f"     do: {each['do']}"]
     if not report["problems"]:
         lines += ["", f"{green}All is well.{plain}"]
     return "\n".join(lines)

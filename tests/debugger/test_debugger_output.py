@@ -59,7 +59,10 @@ def test_what_stdout_does_not_take_goes_to_a_file(tmp_path, stdout):
         caught, err = overflow(output_dir=tmp_path / "run")
     assert str(caught.value).startswith("DebugUnderflowOverflow: inf/nan detected, aborting")
     assert REPORT in (tmp_path / "run" / "debug_rank0.txt").read_text()
-    assert err.count("stdout takes no text") == 1 and f"The text is in {tmp_path}/run/debug_rank0.txt" in err
+    assert (
+        err.count("stdout cannot be written") == 1
+        and f"The text went to {tmp_path}/run/debug_rank0.txt" in err
+    )
 
 
 def test_what_neither_takes_goes_to_stderr(tmp_path):
@@ -67,7 +70,7 @@ def test_what_neither_takes_goes_to_stderr(tmp_path):
     with contextlib.redirect_stdout(FullDisk()):
         caught, err = overflow(output_dir=tmp_path / "run")
     assert "inf/nan detected" in str(caught.value)
-    assert "No space left" in err and "cannot be written" in err and "pass an `output_dir`" in err
+    assert "No space left" in err and "cannot be written" in err and "pass a writable `output_dir`" in err
     assert REPORT in err
 
 
@@ -111,7 +114,7 @@ def rank_with_an_unwritable_folder(rank, size, folder):
 def test_a_rank_whose_file_cannot_be_written_says_so_and_keeps_its_text(tmp_path):
     (tmp_path / "run").write_text("")
     of_0, of_1 = run_ranks(2, rank_with_an_unwritable_folder, str(tmp_path / "run"))
-    assert "debug_rank0.txt cannot be written" in of_0 and "The text is in stdout" in of_0
+    assert "debug_rank0.txt cannot be written" in of_0 and "The text went to stdout" in of_0
     assert "debug_rank1.txt cannot be written" in of_1 and "*** Starting batch number=0 ***" in of_1
 
 
@@ -119,7 +122,7 @@ def test_detect_overflow_survives_a_closed_stdout():
     err = io.StringIO()
     with contextlib.redirect_stdout(Closed()), contextlib.redirect_stderr(err):
         assert detect_overflow(torch.tensor([NAN]), "x")
-    assert "stdout takes no text" in err.getvalue() and "x has nans" in err.getvalue()
+    assert "stdout cannot be written" in err.getvalue() and "x has nans" in err.getvalue()
 
 
 # ---- Bundles ------------------------------------------------------------------------------------
@@ -171,7 +174,7 @@ def test_bundles_do_not_fill_the_disk(tmp_path, capsys):
     for _ in range(40):
         detect_overflow(torch.tensor([NAN]), "x", bundle=tmp_path)
     assert len(os.listdir(tmp_path / "bundles")) == 16
-    assert capsys.readouterr().out.count("no more are written") == 1
+    assert capsys.readouterr().out.count("no more bundles are written") == 1
 
 
 def scan_a_dtensor(rank, size, folder):

@@ -60,10 +60,10 @@ MESSAGES = {
     "watch of model": HOW,
     "zero0: watch of model": HOW,
     "locating optimizer of engine": HOW,
-    "install on a model": "expects the engine that deepspeed.initialize returns first, not a Net",
+    "install on a model": "expects the engine, the first value that deepspeed.initialize returns, not a Net",
     "locating optimizer": HOW,
     "function that makes one": HOW,
-    "install twice": "is installed on this engine already",
+    "install twice": "is already installed on this engine",
     "watched optimizer": HOW,
 }
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import ProcessGroup
 # gpt_training redirects Megatron's CUDA to the CPU before it imports it.
 run_ranks = RankServer("torch._dynamo", "gpt_training").run_ranks
 SMALL = {"hidden": 32, "sequence": 16, "num_microbatches": 2, "layers": 2}
-SAID = "not seen in the first step, though it must have happened"
+SAID = "expected in the first step but not seen"
 
 
 def first_steps(rank, world_size, training, blind=None, fault=None):
@@ -139,7 +139,7 @@ BLIND = {
         2,
         {"num_experts": 4, "ep": 2},
         partial(hide, ["alltoall_base", "all_to_all_single"]),
-        "the exchanges of tokens between experts (group ep or tp_ep)",
+        "the token exchanges between experts (group ep or tp_ep)",
     ),
     "context_parallel": (
         2,
@@ -151,7 +151,7 @@ BLIND = {
         2,
         {"overlap_grad_reduce": False},
         without_the_hook_of_the_first_bucket,
-        "the gradients before their data-parallel reduction of ",
+        " before their data-parallel reduction",
     ),
 }
 

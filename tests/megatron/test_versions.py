@@ -87,6 +87,6 @@ def test_a_version_that_is_too_old_is_one_sentence_with_the_remedy(tmp_path):
     )
     last = done.stderr.splitlines()[-1]
     assert last.startswith(
-        "ImportError: nanlocator.megatron needs Megatron-Core 0.12 or newer, and 0.11.0 is"
+        "ImportError: nanlocator.megatron needs Megatron-Core 0.12 or newer, but 0.11.0 is"
     )
     assert "LocatingOptimizer" in last

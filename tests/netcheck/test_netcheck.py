@@ -291,20 +291,20 @@ def test_a_start_without_a_number_of_ranks_says_what_to_type():
 def test_half_of_a_launchers_environment_says_what_is_missing():
     code, _, said = alone(RANK="0", MASTER_ADDR="127.0.0.1")
     assert code == 2
-    assert "WORLD_SIZE, MASTER_PORT not" in said
+    assert "RANK is set, but not WORLD_SIZE, MASTER_PORT" in said
 
 
 @pytest.mark.parametrize(
     "world_size, options, message",
     [
-        (1, [], "a single rank has no peer to talk to"),
+        (1, [], "a single rank has no peer to communicate with"),
         (2, ["--tp", "4"], "2 ranks cannot be laid out"),
         (2, ["--backend", "smoke"], "--backend smoke: this torch"),
-        (2, ["--inject", "die", "--rank", "7"], "there are ranks 0 to 1"),
+        (2, ["--inject", "die", "--rank", "7"], "--rank 7: expected 0 to 1"),
         (
             2,
             ["--inject", "die", "--rank", "1", "--at", "all_reduse"],
-            "--at all_reduse: there is no such step",
+            "--at all_reduse: no such step",
         ),
     ],
 )

@@ -84,7 +84,7 @@ def test_help_of_the_module_is_that_of_the_command():
         ("--nproc-per-node", "all", "a number, auto, gpu or cpu"),
         ("--deadline", "0", "seconds from 1 to 3600"),
         ("--inject", "corrupted", "(did you mean corrupt?)"),
-        ("--inject", "corrupt", "--inject and --rank go together"),
+        ("--inject", "corrupt", "--inject and --rank must be given together"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_with_what_is_expected(option, wrong, expected):

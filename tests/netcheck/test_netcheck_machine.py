@@ -120,11 +120,11 @@ def test_each_fault_of_a_gpu_is_a_sentence():
     assert gpu.hardware_faults(read) == [
         "1 uncorrected ECC error since the driver was loaded (sram_uncorrectable_parity)",
         "3 uncorrected ECC errors since the driver was loaded (dram_uncorrectable)",
-        "the threshold of uncorrected SRAM errors is exceeded: NVIDIA replaces such a GPU",
-        "remapping of a bad memory row has failed: NVIDIA replaces such a GPU",
+        "the threshold of uncorrected SRAM errors is exceeded: NVIDIA replaces such GPUs",
+        "remapping of a bad memory row has failed: NVIDIA replaces such GPUs",
         "remapping of a bad memory row is pending: reset the GPU",
-        "the driver says that a reset of the GPU is required",
-        "the driver asks for a recovery of the GPU: Drain and Reset",
+        "the driver requires a reset of the GPU",
+        "the driver requests a recovery of the GPU: Drain and Reset",
     ]
     assert read["clocks_limited_by"] == ["gpu_idle", "hw_thermal_slowdown"]
 
@@ -145,7 +145,7 @@ def test_the_counters_of_older_gpus_and_drivers_are_read():
         ("", "cannot be read"),
         (sample("healthy.xml")[:2500], "cut short"),
         ("No devices were found\n", "cannot be read"),
-        ('<!DOCTYPE a [<!ENTITY b "bb">]><a>&b;</a>', "something else than its log"),
+        ('<!DOCTYPE a [<!ENTITY b "bb">]><a>&b;</a>', "something other than its XML log"),
         (sample("volta.xml"), f"does not list {FIRST_GPU}"),
     ],
 )
@@ -225,7 +225,7 @@ def test_the_hardware_of_a_gpu_is_asked_from_nvidia_smi_and_the_kernel(machine):
     assert (len(read["nvlink"]), len(read["xid"])) == (2, 3)
     (fault,) = facts.hardware_faults(read)
     assert fault.startswith(
-        "Xid 79 (GPU has fallen off the bus), 1 in the kernel's log, the last: [ 2600.000001]"
+        "Xid 79 (GPU has fallen off the bus), 1 in the kernel log, the latest: [ 2600.000001]"
     )
 
 
@@ -233,16 +233,16 @@ def test_what_cannot_be_read_is_said(machine, monkeypatch):
     read = facts.hardware("cuda:0")  # no nvidia-smi on this PATH
     assert read["pci_address"] == "00000000:1B:00.0"
     assert read["missing"] == [
-        "ECC, remapped rows, clocks and temperature: there is no nvidia-smi here",
-        "NVLink errors: there is no nvidia-smi here",
-        "Xid errors: kernel log not readable (dmesg failed with 1: no message; journalctl failed with 1: "
-        "no message)",
+        "ECC, remapped rows, clocks and temperature: nvidia-smi is not installed",
+        "NVLink errors: nvidia-smi is not installed",
+        "Xid errors: kernel log not readable (dmesg failed with status 1: no message; journalctl "
+        "failed with status 1: no message)",
     ]
     monkeypatch.setattr(gpu, "_DEADLINE", 0.2)
     machine("nvidia-smi", "exec sleep 60")
-    assert "nvidia-smi gave no answer within" in facts.hardware("cuda:0")["missing"][0]
+    assert "nvidia-smi did not answer within" in facts.hardware("cuda:0")["missing"][0]
     machine("nvidia-smi", "echo 'Unable to determine the device handle: GPU is lost' >&2; exit 15")
-    assert "failed with 15: Unable to determine the device handle" in facts.hardware("cuda:0")["missing"][0]
+    assert "failed with status 15: Unable to determine the device" in facts.hardware("cuda:0")["missing"][0]
 
 
 def test_a_cpu_has_no_hardware_to_ask_for():
@@ -289,7 +289,7 @@ def test_a_small_layout_by_hand():
         ({"tp": 3}, "8 ranks cannot be laid out: the dense layers need tp 3 = 3 ranks or a multiple of that"),
         ({"tp": 2, "pp": 3}, "need tp 2 x pp 3 = 6 ranks"),
         ({"ep": 3}, "the experts need ep 3 = 3 ranks"),
-        ({"cp": 0}, "cp is 0; a parallel size is 1 or more"),
+        ({"cp": 0}, "cp is 0; expected 1 or more"),
     ],
 )
 def test_sizes_that_do_not_divide_explain_themselves(sizes, text):

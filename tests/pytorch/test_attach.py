@@ -131,10 +131,10 @@ def test_the_variable_is_inherited_by_what_a_launched_script_starts(script):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import torch", "no optimizer was made"),
+        ("import torch", "no optimizer was created"),
         (
             "import torch; torch.optim.SGD([torch.zeros(1, requires_grad=True)])",
-            "no module was called that an optimizer trains",
+            "no module that an optimizer trains was called",
         ),
     ],
 )

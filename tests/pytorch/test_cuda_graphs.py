@@ -270,7 +270,7 @@ def test_a_graph_that_the_program_replays_by_itself_is_named(monkeypatch):
     (origin,) = verdict["origins"]
     assert (origin["cause"], origin["cause_confidence"]) == ("bad_buffer", "low")
     (left,) = verdict["rerun"]["not_restored"]
-    assert left.startswith("CUDA graphs: what the replay at ")
+    assert left.startswith("CUDA graphs: memory written by the replay at ")
     assert Graph.replay is replay
 
 

@@ -213,7 +213,7 @@ def without_ddp(rank, world_size):
 
 def test_where_the_program_reduces_by_itself_the_run_says_what_is_not_seen():
     for not_covered in run_ranks(2, without_ddp):
-        assert "gradients before the program reduces them over its ranks" in not_covered
+        assert "gradients before the program itself reduces them across ranks" in not_covered
 
 
 def two_wrappers(rank, world_size, wrong):

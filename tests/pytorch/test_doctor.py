@@ -42,7 +42,7 @@ def test_here_all_is_well_and_the_script_is_read_and_not_run(tmp_path):
 def test_what_is_wrong_is_said_with_what_to_do():
     result = run(NANLOCATOR_ON_BAD="explode")
     assert result.returncode == 1
-    assert "wrong: " in result.stdout and "on_bad is 'explode'" in result.stdout and "do: " in result.stdout
+    assert "problem: " in result.stdout and "on_bad is 'explode'" in result.stdout and "do: " in result.stdout
     assert "\033[" not in result.stdout
 
 

@@ -163,10 +163,11 @@ def test_elsewhere_the_statements_that_register_it_are_run_where_that_is_allowed
     _, bundle = trained(files | {"train.py": "import torch\nfrom pkg.my_ops import planted\n" + TRAINING})
     shutil.rmtree("project/pkg")
     assert refusal(bundle) == (
-        "planted::root is not registered here. pkg.my_ops registered it and was not loaded: "
-        "ModuleNotFoundError: No module named 'pkg' (the current folder is left out), and "
-        f"{own_folder}/project/pkg/my_ops.py is not here. The bundle holds registration.py: nothing of that "
-        "was loaded. Install the package that has pkg; or if you trust where the bundle is from: "
+        "planted::root is not registered here. pkg.my_ops registered it but was not loaded: "
+        "ModuleNotFoundError: No module named 'pkg' (the current folder is not searched), and "
+        f"{own_folder}/project/pkg/my_ops.py is not on this machine. The bundle contains registration.py: "
+        "none of that was loaded. Install the package that provides pkg; or if you trust where the bundle "
+        "came from: "
         f"nanlocator replay {bundle} --trust (in Python: trust=True)"
     )
     assert is_bad_again(replayed(bundle, "--json", "--trust"))
@@ -182,14 +183,14 @@ def test_of_a_program_only_what_registers_the_operator_runs_again(text, own_fold
     assert found["module"] == "__main__"
     source = (bundle / found["source"]).read_text()
     assert "sqrt" in source and "Linear" not in source and "randn" not in source
-    assert "it is the program that was run. The bundle names" in refusal(bundle)
+    assert "it is the training script itself. The bundle names" in refusal(bundle)
     assert is_bad_again(replayed(bundle, "--json", "--trust"))
     exported_operator(bundle, "--trust")
     (bundle / found["source"]).unlink()
     edited(bundle, without_source)
     assert is_bad_again(replayed(bundle, "--json", "--trust"))
     Path("project/train.py").unlink()
-    assert "it is the program that was run, and" in refusal(bundle)
+    assert "it is the training script itself, and" in refusal(bundle)
 
 
 def without_source(content):
@@ -213,7 +214,7 @@ def test_an_operator_of_a_library_is_replayed_and_exported_by_that_library(
         exported_operator(bundle, importing_from="project")
     else:
         said = refusal(bundle)
-        assert "it is known by its file alone. The bundle names" in said and "--load FILE.so" in said
+        assert "only its file is known, no module. The bundle names" in said and "--load FILE.so" in said
         assert is_bad_again(replayed(bundle, "--json", "--load", found["file"]))
     assert is_bad_again(replayed(bundle, "--json", "--trust"))
     assert "planted_operators::root is not registered. --trust loads" in refused_export(bundle)
@@ -382,7 +383,7 @@ def test_the_source_in_a_bundle_is_executed_where_that_is_allowed_and_nowhere_el
     )
     mended = replayed(bundle, importing_from="project", TRITON_PLANTED="then")
     assert (mended.returncode, "not_bad_again" in mended.stdout) == (0, True), mended.stderr
-    assert "the environment's" not in mended.stdout
+    assert "the variable" not in mended.stdout
     allowed = replayed(bundle, "--trust", "--json", TRITON_OTHER="1")
     report = json.loads(allowed.stdout)
     assert allowed.returncode == 1 and report["conclusion"] not in ("not_bad_again", "not_replayed")
@@ -397,8 +398,8 @@ def test_the_source_in_a_bundle_is_executed_where_that_is_allowed_and_nowhere_el
     for file in ("my_kernels.py", "helpers.py"):
         Path("project", file).unlink()
     refused = replayed(bundle)
-    assert refused.returncode == 2 and "The bundle holds kernel.py: nothing of that was" in refused.stderr
+    assert refused.returncode == 2 and "The bundle contains kernel.py: none of that was" in refused.stderr
     script = exported(bundle, bundle, TRITON_INTERPRET="1")
     assert script.returncode == 1 and f"--trust loads '{bundle}/kernel.py'" in script.stderr
     said = replayed(bundle, "--trust", TRITON_PLANTED="now")
-    assert "the environment's TRITON_PLANTED was 'then' in training and is 'now' here" in said.stdout
+    assert "the variable TRITON_PLANTED was 'then' in training but is 'now' here" in said.stdout

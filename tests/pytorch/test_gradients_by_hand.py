@@ -223,7 +223,7 @@ def test_weights_that_the_program_moves_between_passes_are_not_blamed():
 def test_weights_that_a_bad_gradient_has_spoilt_before_it_was_scanned_are_not_blamed():
     verdict = sharpness_aware("first")["first", BAD_STEP][0]
     assert [origin["cause"] for origin in verdict["origins"]] == ["unknown"]
-    assert any("weights were changed after it had used them" in note for note in verdict["notes"])
+    assert any("weights changed after it used them" in note for note in verdict["notes"])
 
 
 def update_in_backward(fault, watches=True, on_bad="report"):
@@ -254,7 +254,7 @@ def test_optimizers_that_step_within_backward_are_scanned_where_they_use_their_g
     assert verdict["spread"]["first_seen"] == "grad_local"
     (origin,) = verdict["origins"]
     assert (origin["phase"], origin["cause"]) == ("grad_local", "unknown")
-    assert any("steps within its backward" in note for note in verdict["notes"])
+    assert any("steps during its backward pass" in note for note in verdict["notes"])
     assert (verdict["job"]["weights_updated"], verdict["job"]["weights_finite"]) == (True, None)
     assert all(map(torch.equal, update_in_backward("")[1], update_in_backward("", watches=False)[1]))
 

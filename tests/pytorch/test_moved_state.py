@@ -241,7 +241,7 @@ def test_a_mode_that_the_loop_sets_between_two_calls_accuses_no_machine():
     [origin] = verdict["origins"]
     assert origin["cause"] == "unknown"
     assert verdict["rerun"]["not_restored"] == [
-        "the modules' attributes: 'mode' was set in the step, and is not in its re-run"
+        "the modules' attributes: 'mode' was set during the step, but is not in its re-run"
     ]
 
 

@@ -62,7 +62,8 @@ def test_a_row_is_a_flag_of_the_launchers_of_its_integrations(imaginary, monkeyp
 
 def test_a_row_is_a_row_of_the_documents(imaginary):
     cells = (
-        "`patience`, `--patience` | `NANLOCATOR_PATIENCE` | `7` | an imaginary one (only watch, deepspeed)"
+        "`patience`, `--patience` | `NANLOCATOR_PATIENCE` | `7` | an imaginary one "
+        "(only for watch, deepspeed)"
     )
     assert TABLE["table"]().splitlines()[-1] == f"| {cells} |"
 

@@ -228,7 +228,7 @@ def test_an_object_that_is_not_copied_is_looked_at_and_accuses_no_machine(kind):
     verdict = verdict_of_batches(kind)
     [origin] = verdict["origins"]
     assert origin["cause"] == "unknown"
-    assert any("has been written to since" in each for each in verdict["rerun"]["not_restored"])
+    assert any("was overwritten later" in each for each in verdict["rerun"]["not_restored"])
 
 
 def test_no_object_of_the_program_is_written_to_or_asked():

@@ -154,8 +154,8 @@ def test_a_point_that_is_not_there_is_a_note_and_no_error():
     patches.wrap(points.Point("torch.nn:Module", "no_such", ("outer",), "what it does"), saying("outer"))
     patches.put(points.Point("torch.no_such", "step", ("outer",), "what that does"), None)
     assert patches.lost == [
-        "what it does: this torch does it elsewhere (it has no torch.nn.Module.no_such)",
-        "what that does: this torch does it elsewhere (it has no torch.no_such.step)",
+        "what it does (this torch has no torch.nn.Module.no_such)",
+        "what that does (this torch has no torch.no_such.step)",
     ]
     future = points.Point("torch.nn:Module", "no_such", ("outer",), "what it does", since="99.0")
     patches.wrap(future, saying("outer"))

@@ -175,7 +175,7 @@ def test_its_bundle_is_executed_where_the_program_is_not_by_its_source_and_by_th
         return subprocess.run(command, capture_output=True, text=True)
 
     refused = replayed()
-    assert refused.returncode == 2 and "it is of the program that was run" in refused.stderr
+    assert refused.returncode == 2 and "it was defined in the training script itself" in refused.stderr
     assert "RuntimeWarning: 'nanlocator.replay'" not in refused.stderr
     by_source = replayed("--trust")
     assert by_source.returncode == 1 and "conclusion: wrong_values" in by_source.stdout

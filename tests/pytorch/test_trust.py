@@ -96,12 +96,12 @@ def test_a_file_that_a_bundle_names_runs_with_consent_alone(layout, recorded, ow
     bundle, file = laid_out(recorded, layout, own_folder)
     refused = replayed(bundle, TRITON_INTERPRET="1")
     assert refused.returncode == 2 and not TRACE.exists(), refused.stderr
-    assert f"The bundle names {file}: nothing of that was loaded." in refused.stderr
+    assert f"The bundle names {file}: none of that was loaded." in refused.stderr
     assert f"nanlocator replay {bundle} --trust" in refused.stderr
     trusted = replayed(bundle, "--trust", TRITON_INTERPRET="1")
     if layout == "in a folder that others can write":
         assert trusted.returncode == 2 and not TRACE.exists(), trusted.stderr
-        assert f"group or others can write {file.parent}" in trusted.stderr
+        assert f"{file.parent} is writable by group or others" in trusted.stderr
         assert f"chmod go-w {file.parent}" in trusted.stderr
     else:
         assert trusted.returncode == 1 and TRACE.exists(), trusted.stderr
@@ -132,7 +132,7 @@ def test_by_its_name_nothing_of_the_current_folder_is_imported(kind, tmp_path, m
     for entry in ("", str(here)):
         with monkeypatch.context() as patch:
             patch.syspath_prepend(entry)
-            with pytest.raises(nanlocator.UnsupportedError, match="found in the current folder"):
+            with pytest.raises(nanlocator.UnsupportedError, match="is in the current folder"):
                 import_named(module, bundle)
     assert not (tmp_path / TRACE).exists()
     monkeypatch.chdir(tmp_path)
@@ -213,7 +213,7 @@ def test_python_m_imports_nothing_from_the_current_folder(hostile_folder):
     bundle = kernel_bundle(hostile_folder / "b", name="planted::kernel", module="argparse", entry="kernel")
     done = interpreter("-m", "nanlocator.replay", bundle.name, cwd=hostile_folder, PYTHONSAFEPATH="")
     assert done.returncode == 2 and not TRACE.exists(), done.stderr
-    assert "argparse.kernel is no function of an extension module" in done.stderr
+    assert "argparse.kernel is not a function of a PyTorch extension module" in done.stderr
 
 
 # ---- kernels ----
@@ -249,7 +249,9 @@ def kernel_bundle(folder, arguments=(), **call):
 def test_what_a_bundle_calls_a_kernel_is_called_only_where_it_is_one(module, entry, launcher, tmp_path):
     """In a replay and in the exported script."""
     record = KernelCallRecord("planted::kernel", launcher, module, entry, "")
-    with pytest.raises(nanlocator.UnsupportedError, match=r"is no (function of an ext|kernel of Triton)"):
+    with pytest.raises(
+        nanlocator.UnsupportedError, match=r"is not a (function of a PyTorch ext|Triton kernel)"
+    ):
         _import_kernel(record, tmp_path, trust=False)
     command = [f"touch {(tmp_path / TRACE).absolute()}"]
     bundle = kernel_bundle(
@@ -265,7 +267,9 @@ def test_a_file_that_can_hold_no_kernel_is_not_executed_with_consent_either(laun
     file = own_folder / f"evil.{ {'function': 'py', 'triton': 'so'}[launcher] }"
     file.write_text(f"open({str(own_folder / TRACE)!r}, 'w')")
     record = KernelCallRecord("planted::kernel", launcher, "evil", "kernel", str(file))
-    with pytest.raises(nanlocator.UnsupportedError, match=r"nor loaded from .* evil.kernel is no"):
+    with pytest.raises(
+        nanlocator.UnsupportedError, match=r"loading it from .* failed, too: evil.kernel is not a"
+    ):
         _import_kernel(record, own_folder / "b", trust=True)
     assert not TRACE.exists()
 
@@ -325,15 +329,18 @@ def test_a_file_is_loaded_where_nobody_else_could_have_written_it(own_folder):
     for changed, mode in ((file, 0o664), (file, 0o646), (file.parent, 0o775), (file.parent, 0o757)):
         usual = changed.stat().st_mode
         changed.chmod(mode)
-        assert f"group or others can write {changed}. Read it, then: chmod go-w {changed}" in refusal()
+        assert (
+            f"{changed} is writable by group or others. Read the file, then run: chmod go-w {changed}"
+            in refusal()
+        )
         changed.chmod(usual)
     file.parent.chmod(0o1777)  # like /tmp: others can put files beside it
-    assert f"group or others can write {file.parent}. Read it, and copy it to a folder that" in refusal()
+    assert f"{file.parent} is writable by group or others. Read the file, then copy it to" in refusal()
     file.parent.chmod(0o755)
     own_folder.chmod(0o1777)  # but not replace a folder of the user in it
     require_own(file)
     own_folder.chmod(0o777)
-    assert f"group or others can write {own_folder}" in refusal()
+    assert f"{own_folder} is writable by group or others" in refusal()
     own_folder.chmod(0o755)
     # Through a link that others could have changed, though its current target is safe.
     between = own_folder / "between"
@@ -342,9 +349,9 @@ def test_a_file_is_loaded_where_nobody_else_could_have_written_it(own_folder):
     (own_folder / "start.py").symlink_to("between/../between/link")
     require_own("start.py")
     between.chmod(0o777)
-    assert f"group or others can write {between}" in refusal("start.py")
+    assert f"{between} is writable by group or others" in refusal("start.py")
     (own_folder / "loop").symlink_to("loop")
-    assert "too many links" in refusal("loop")
+    assert "too many symbolic links" in refusal("loop")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -352,14 +359,14 @@ def test_a_file_of_another_user_is_not_loaded(own_folder):
     file = own_folder / "file.py"
     file.write_text("")
     os.chown(file, 12345, -1)
-    with pytest.raises(nanlocator.UnsupportedError, match=f"{file} is user 12345's"):
+    with pytest.raises(nanlocator.UnsupportedError, match=f"{file} belongs to user 12345"):
         require_own(file)
     os.chown(file, os.geteuid(), -1)
     link = own_folder / "link.py"
     link.symlink_to(file)
     require_own(link)
     os.chown(link, 12345, -1, follow_symlinks=False)
-    with pytest.raises(nanlocator.UnsupportedError, match=f"{link} is user 12345's"):
+    with pytest.raises(nanlocator.UnsupportedError, match=f"{link} belongs to user 12345"):
         require_own(link)
 
 

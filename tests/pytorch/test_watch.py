@@ -346,10 +346,10 @@ def test_what_cannot_be_watched_is_refused():
         nanlocator.watch([], optimizer)
     with pytest.raises(nanlocator.UsageError, match="not a str"):
         nanlocator.watch(model, "adam")
-    with pytest.raises(nanlocator.UsageError, match="scans by itself"):
+    with pytest.raises(nanlocator.UsageError, match="does its own scans"):
         nanlocator.watch(model, LocatingOptimizer(optimizer, model))
     nanlocator.watch(model, optimizer)
-    with pytest.raises(nanlocator.UsageError, match="hand all models"):
+    with pytest.raises(nanlocator.UsageError, match="pass all models"):
         nanlocator.watch(model, optimizer)
 
 

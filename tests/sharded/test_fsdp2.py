@@ -193,7 +193,10 @@ def without_closure(rank, world_size):
 
 def test_a_step_without_a_closure_says_that_own_gradients_are_not_seen():
     for not_covered in run_ranks(2, without_closure):
-        assert "gradients before fully_shard reduces them: step() gets no closure" in not_covered
+        assert (
+            "gradients before fully_shard reduces them, because step() is called without a closure"
+            in not_covered
+        )
 
 
 def manifest(rank, world_size, variant):

@@ -219,4 +219,4 @@ def test_a_step_without_a_closure_claims_nothing_of_what_crossed():
     kinds = {fact["kind"] for origin in verdict["origins"] for fact in origin["facts"]}
     assert verdict["origins"] and not kinds & {"received_finite_before", "collective_changed"}
     not_covered = json.loads((Path(run_dir) / "run.json").read_text())["not_covered"]
-    assert "what ranks send to each other: step() gets no closure" in not_covered
+    assert "what ranks exchange, because step() is called without a closure" in not_covered

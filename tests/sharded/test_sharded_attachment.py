@@ -78,7 +78,7 @@ def attached_first(rank, world_size, how):
 @pytest.mark.parametrize("how", ["watch", "closure", "without closure", "one layer", "fsdp1", "tensor"])
 def test_sharding_a_model_that_is_watched_is_an_error_in_its_first_step(how):
     for name, text in run_ranks(2, attached_first, how):
-        assert name == "UsageError" and "after nanlocator had been given the model" in text
+        assert name == "UsageError" and "were passed to nanlocator" in text
         assert ("middle.weight" if how == "one layer" else "body.0.weight") in text
 
 
@@ -141,7 +141,7 @@ def in_another_torch(rank, world_size, renamed):
 
 @pytest.mark.parametrize(
     ("renamed", "said"),
-    [("attribute", "where the shards of fully_shard lie"), ("function", "this torch does it elsewhere")],
+    [("attribute", "where the shards of fully_shard lie"), ("function", "(this torch has no ")],
 )
 def test_what_a_later_torch_does_otherwise_is_not_seen_and_that_is_said(renamed, said):
     for not_covered, origins in run_ranks(2, in_another_torch, renamed):

@@ -578,7 +578,7 @@ def test_options_that_cannot_work_are_refused(options, text):
     "kind, n_gpu, optim, text",
     [
         ("FSDP", 1, "adamw_torch", "which FSDP keeps elsewhere or in shards"),
-        ("DEEPSPEED", 1, "adamw_torch", "attaches nanlocator.deepspeed by itself"),
+        ("DEEPSPEED", 1, "adamw_torch", "installs nanlocator.deepspeed"),
         ("NO", 2, "adamw_torch", "start the script with torchrun"),
         ("NO", 1, "adalomo", "updates weights during backward"),
         ("NO", 1, "galore_adamw_layerwise", "updates weights during backward"),
@@ -597,7 +597,7 @@ def test_an_optimizer_that_scans_itself_is_refused():
     model = gpt2()
     optimizer = nanlocator.LocatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     trainer = trainer_of(model, NanLocatorCallback(), optimizers=(optimizer, None))
-    with pytest.raises(nanlocator.UsageError, match="give it the optimizer itself"):
+    with pytest.raises(nanlocator.UsageError, match="pass the optimizer inside it"):
         trainer.train()
 
 

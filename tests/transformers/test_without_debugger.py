@@ -27,4 +27,4 @@ def test_the_callback_works_and_the_debuggers_names_say_that_it_is_not_built(tmp
     Path("script.py").write_text(CODE)
     done = run_python("script.py", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
-    assert "without its debugger, which has DebugUnderflowOverflow" in done.stdout
+    assert "DebugUnderflowOverflow needs nanlocator's debugger" in done.stdout

@@ -40,12 +40,12 @@ def find_named(name: str, bundle: Path) -> importlib.machinery.ModuleSpec:
     """The spec that importing ``name`` would load. Imports the packages around the module, but not itself."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise _C.UnsupportedError(f"{name!r} is no name of a module")
+        raise _C.UnsupportedError(f"{name!r} is not a module name")
     for depth in range(len(parts)):
         named = ".".join(parts[: depth + 1])
         spec = importlib.util.find_spec(named)  # imports the package around it, which was checked before
         if spec is None:
-            raise ModuleNotFoundError(f"No module named {named!r} (the current folder is left out)")
+            raise ModuleNotFoundError(f"No module named {named!r} (the current folder is not searched)")
         found = spec
         for place in found.submodule_search_locations or [str(found.origin)]:
             if os.path.isabs(place) and not _is_installed(place):  # others are built in or have no file
@@ -59,12 +59,12 @@ def _require_elsewhere(name: str, place: str, depth: int, bundle: Path) -> None:
         if _came_with(path, folder, bundle):
             raise _C.UnsupportedError(
                 f"{name} is found at {path}, which may have come with the bundle: "
-                f"take {folder} off the import path (PYTHONPATH)"
+                f"remove {folder} from the import path (PYTHONPATH)"
             )
         if folder.resolve() == Path.cwd() and not _is_editable(Path.cwd()):
             raise _C.UnsupportedError(
-                f"{name} is found in the current folder, from which nothing is imported: "
-                "go to another folder, or in Python import it first"
+                f"{name} is in the current folder, from which nothing is imported: "
+                "change to another folder, or import it first in Python"
             )
 
 
@@ -113,7 +113,7 @@ def execute(file: Path, name: str, text: str | None = None) -> types.ModuleType:
     require_own(file)
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None:
-        raise _C.UnsupportedError(f"{file} is no module of Python")
+        raise _C.UnsupportedError(f"{file} is not a Python module")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # decorators look there
     exec(compile(file.read_bytes() if text is None else text, str(file), "exec"), module.__dict__)
     return module
@@ -130,19 +130,20 @@ def require_own(file: str | Path) -> None:
         is_link = stat.S_ISLNK(status.st_mode)  # a link's own permission bits have no effect
         is_sticky = status.st_mode & stat.S_ISVTX and place != os.path.dirname(way[-1])
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_link and not is_sticky:
-            said = f"group or others can write {place}"
+            said = f"{place} is writable by group or others"
         elif status.st_uid not in (0, own):
-            said = f"{place} is user {status.st_uid}'s"
+            said = f"{place} belongs to user {status.st_uid}"
         else:
             continue
         if status.st_uid == own and not status.st_mode & stat.S_ISVTX:
-            advice = f"Read it, then: chmod go-w {shlex.quote(place)}"
+            advice = f"Read the file, then run: chmod go-w {shlex.quote(place)}"
         else:
             advice = (
-                "Read it, and copy it to a folder that only you can write, as those above it: of a source "
-                "the bundle; a module to where PYTHONPATH finds it; a library for --load FILE.so"
+                "Read the file, then copy it to a folder that only you can write to, like all folders above "
+                "it: for bundled source, the whole bundle; for a module, where PYTHONPATH finds it; for a "
+                "library, anywhere, with --load FILE.so"
             )
-        raise _C.UnsupportedError(f"{file} was not loaded, in spite of --trust: {said}. {advice}")
+        raise _C.UnsupportedError(f"{file} was not loaded, despite --trust: {said}. {advice}")
 
 
 def _way_to(file: Path) -> Iterator[str]:
@@ -155,7 +156,7 @@ def _way_to(file: Path) -> Iterator[str]:
             yield path
             links += 1
             if links > _MOST_LINKS:
-                raise _C.UnsupportedError(f"{file} leads through too many links")
+                raise _C.UnsupportedError(f"{file} leads through too many symbolic links")
             waiting += reversed(Path(os.readlink(path)).parts)
         else:
             place = path
@@ -169,16 +170,16 @@ def consent(bundle: Path, named: Sequence[tuple[str, str, str]]) -> str:
     missing = sorted(root for root in roots if root.isidentifier() and importlib.util.find_spec(root) is None)
     files = [file for _, file, _ in named if file and os.path.isfile(file)]
     sources = [Path(source).name for _, _, source in named if source]
-    held = [f"names {', '.join(files)}"] * bool(files) + [f"holds {', '.join(sources)}"] * bool(sources)
-    ways = [f"install the package that has {', '.join(missing)}"] * bool(missing)
+    held = [f"names {', '.join(files)}"] * bool(files) + [f"contains {', '.join(sources)}"] * bool(sources)
+    ways = [f"install the package that provides {', '.join(missing)}"] * bool(missing)
     if any(".so" in Path(file).name for file in files):
-        ways.append("give your own copy of the library: --load FILE.so")
+        ways.append("load your own copy of the library: --load FILE.so")
     if held:
         command = f"nanlocator replay {shlex.quote(str(bundle))} --trust"
-        ways.append(f"if you trust where the bundle is from: {command} (in Python: trust=True)")
+        ways.append(f"if you trust where the bundle came from: {command} (in Python: trust=True)")
     if not ways:
         return ""
-    said = f" The bundle {' and '.join(held)}: nothing of that was loaded." if held else ""
+    said = f" The bundle {' and '.join(held)}: none of that was loaded." if held else ""
     advice = "; or ".join(ways)
     return f".{said} {advice[0].upper()}{advice[1:]}"
 

@@ -179,7 +179,7 @@ class KeptKernelCalls:
             try:
                 copies, devices = self._copies([*tensors, *results])
             except Exception as error:  # no memory
-                record.why_not_replayed = f"what it gave could not be kept: {_line(error)}"
+                record.why_not_replayed = f"its results could not be kept: {_line(error)}"
                 copies, devices = record.before, []
             record.came_from += devices
             record.after, record.results = copies[: len(tensors)], copies[len(tensors) :]
@@ -242,7 +242,7 @@ def _describe_launch(record: KernelCallRecord, kernel: Any) -> None:
         record.file = inspect.getsourcefile(function) or ""
     record.source = source_of(kernel)
     if record.launcher == "inductor":  # Inductor's generated code is a module of its own
-        record.why_not_replayed = "Inductor has compiled it for this process; its source is in the bundle"
+        record.why_not_replayed = "Inductor compiled it for that process alone; its source is in the bundle"
         with contextlib.suppress(OSError, UnicodeDecodeError):
             record.source = Path(record.file).read_text(encoding="utf-8")
 
@@ -381,7 +381,7 @@ def load_record(bundle: Path, device: str, trust: bool = False) -> KernelCallRec
     record.results = [tensor for tensor in kept["results"] if isinstance(tensor, torch.Tensor)]
     if len(record.after) != len(record.before) or len(record.beside) != len(record.before):
         raise _C.FormatError(
-            f"{bundle}: kernel_call has {len(record.before)} tensors among its arguments and "
+            f"{bundle}: kernel_call has {len(record.before)} tensors among its arguments but "
             f"{len(record.after)} after the call"
         )
     if problems and not record.why_not_replayed:
@@ -394,7 +394,7 @@ def load_record(bundle: Path, device: str, trust: bool = False) -> KernelCallRec
                 import_named(each.module, folder)
             except (Exception, SystemExit) as error:
                 raise _C.UnsupportedError(
-                    f"{each.module}.{each.name}, an argument, cannot be imported: {line_of(error)}"
+                    f"its argument {each.module}.{each.name} cannot be imported: {line_of(error)}"
                 ) from error
     return record
 
@@ -416,7 +416,7 @@ def _loaded(value: Any, name: str, record: KernelCallRecord, problems: list[str]
         class_name = f"{Imported.__module__}.{Imported.__qualname__}"
         if value[0] == class_name and value[1].keys() == {"module", "name"}:
             return Imported(str(value[1]["module"]), str(value[1]["name"]))
-        problems.append(f"its argument {name} is a {value[0]}")
+        problems.append(f"its argument {name} is a {value[0]}, which cannot be restored")
         return None
     if type(value) in (list, tuple):
         return type(value)(_loaded(v, f"{name}[{i}]", record, problems) for i, v in enumerate(value))
@@ -448,19 +448,19 @@ def _import_kernel(record: KernelCallRecord, bundle: Path, trust: bool, source: 
     except (Exception, SystemExit) as error:  # the module's code can raise anything
         problem = f"{record.entry} of {record.module} cannot be imported: {line_of(error)}"
     if record.file and not os.path.isfile(record.file):
-        problem += f", and {record.file} is not here"
+        problem += f", and {record.file} is not on this machine"
     elif record.file and trust:
         try:
             return _kernel_in(_module_by_file(record), record)
         except (Exception, SystemExit) as error:
-            problem += f"; nor loaded from {record.file}: {line_of(error)}"
+            problem += f"; loading it from {record.file} failed, too: {line_of(error)}"
     advice = "" if trust else consent(bundle, [(record.module, record.file, source)])
     raise _C.UnsupportedError(problem + advice)
 
 
 def _module_by_name(record: KernelCallRecord, bundle: Path) -> types.ModuleType:
     if record.module.startswith("__"):
-        raise _C.UnsupportedError("it is of the program that was run")
+        raise _C.UnsupportedError("it was defined in the training script itself")
     if record.module not in sys.modules:
         _require_module_of_kernels(record, str(find_named(record.module, bundle).origin))
     return importlib.import_module(record.module)
@@ -507,7 +507,5 @@ def _triton_kernel(record: KernelCallRecord, found: Any) -> Any:
 
 
 def _no_kernel(record: KernelCallRecord) -> _C.UnsupportedError:
-    kind = (
-        "kernel of Triton" if record.launcher == "triton" else "function of an extension module of PyTorch's"
-    )
-    return _C.UnsupportedError(f"{record.module}.{record.entry} is no {kind} here")
+    kind = "Triton kernel" if record.launcher == "triton" else "function of a PyTorch extension module"
+    return _C.UnsupportedError(f"{record.module}.{record.entry} is not a {kind} here")

@@ -286,14 +286,14 @@ def register(bundle: Path, trust: bool = False) -> None:
             problem = line_of(error)
         if problem:
             failed.append((module, file, source))
-            problems.append(f"{module or file} registered it and was not loaded: {problem}")
+            problems.append(f"{module or file} registered it but was not loaded: {problem}")
     if registrations and not _C.is_registered(operator):
-        said = "; ".join(problems) or "What registered it in training does not do so here"
+        said = "; ".join(problems) or "The code that registered it in training does not register it here"
         advice = "" if trust else consent(Path(folder), failed)
         raise _C.UnsupportedError(f"{operator} is not registered here. {said}{advice}")
     for (_, file, _), problem in zip(failed, problems, strict=True):
         if file not in _mapped_libraries():  # else a module has loaded it
-            warnings.warn(_C.printable(f"nanlocator.replay: of {operator}: {problem}"), stacklevel=2)
+            warnings.warn(_C.printable(f"nanlocator.replay: {operator}: {problem}"), stacklevel=2)
 
 
 def _load(operator: str, module: str, file: str, source: str, bundle: Path, trust: bool) -> str:
@@ -302,17 +302,17 @@ def _load(operator: str, module: str, file: str, source: str, bundle: Path, trus
         execute(Path(source), _PROGRAM)
         return ""
     is_program = module.startswith("__")
-    problem = "it is the program that was run" if is_program else "it is known by its file alone"
+    problem = "it is the training script itself" if is_program else "only its file is known, no module"
     if module and not is_program:
         try:
             import_named(module, bundle)
             if _C.is_registered(operator):
                 return ""
-            problem = f"the module {module} that is found here does not register it"
+            problem = f"the module {module} found here does not register it"
         except (Exception, SystemExit) as error:
             problem = line_of(error)
     if file and not os.path.isfile(file):
-        return f"{problem}, and {file} is not here"
+        return f"{problem}, and {file} is not on this machine"
     if not file or not trust:
         return problem
     if not is_program and not file.endswith(".py"):
@@ -321,6 +321,6 @@ def _load(operator: str, module: str, file: str, source: str, bundle: Path, trus
         return ""
     text = source_of(operator, _text(file), "") if is_program else None  # the whole program would train again
     if text == "":
-        return f"{file} has no statements of its own for it"
+        return f"{file} has no self-contained statements that register it"
     execute(Path(file), _PROGRAM, text)
     return ""

@@ -45,7 +45,7 @@ def run(
 
 
 def _no_reference(bundle: str | os.PathLike[str]) -> _C.UsageError:
-    return _C.UsageError(f"{bundle} holds no kernel call: an operator has no reference but itself")
+    return _C.UsageError(f"{bundle} contains no kernel call: only a kernel can be compared with a reference")
 
 
 def _kernel_report(
@@ -57,7 +57,7 @@ def _kernel_report(
 ) -> dict[str, Any]:
     record = load_record(Path(bundle), device or _recorded_device(bundle), trust)
     if reference is not None:
-        record.user_references = [(getattr(reference, "__qualname__", "the given one"), reference)]
+        record.user_references = [(getattr(reference, "__qualname__", "the given function"), reference)]
     replayed = _C.replay_kernel_record(record, repeats, record.role)
     report = json.loads(replayed.to_json())
     return {
@@ -177,14 +177,14 @@ class RecordedModuleCall:
     def unpickled_module(self) -> torch.nn.Module:
         if not self.pickle_file:
             raise _C.UsageError(
-                f"the bundle holds no pickle of {self.class_name or 'the module'}"
+                f"the bundle contains no pickle of {self.class_name or 'the module'}"
                 + (f" ({self.pickle_problem})" if self.pickle_problem else "")
                 + "; build the module yourself and call .bind(module)"
             )
         if not self.allow_pickle:
             raise _C.UsageError(
                 f"{self.pickle_file} must be unpickled to call {self.class_name}, and unpickling runs "
-                "whatever code the file asks for. If you trust where the bundle is from: "
+                "whatever code the file asks for. If you trust where the bundle came from: "
                 "load(bundle, allow_pickle=True). Otherwise build the module yourself and call .bind(module)"
             )
         return unpickled((self.folder / self.pickle_file).read_bytes(), self.weights)
@@ -212,7 +212,7 @@ def _copy_weights(call: RecordedModuleCall, module: torch.nn.Module) -> None:
     unknown = sorted(own.keys() - call.weights.keys())
     if missing or unknown:
         raise _C.UsageError(
-            f"the recorded {call.class_name} and the given {type(module).__name__} have other weights: "
+            f"the recorded {call.class_name} and the given {type(module).__name__} have different weights: "
             f"recorded only {missing[:5]}, given only {unknown[:5]}. "
             "Build the module with the same configuration"
         )
@@ -221,7 +221,7 @@ def _copy_weights(call: RecordedModuleCall, module: torch.nn.Module) -> None:
             recorded = call.weights[name]
             if tensor.shape != recorded.shape:
                 raise _C.UsageError(
-                    f"{name} was recorded with the shape {list(recorded.shape)} and has "
+                    f"{name} was recorded with shape {list(recorded.shape)} but has "
                     f"{list(tensor.shape)} in the given module. Build the module with the same configuration"
                 )
             tensor.data = recorded.clone()
@@ -249,7 +249,7 @@ def _backward(outputs: Any, grad_outputs: list[torch.Tensor | None]) -> None:
     differentiable = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     if len(differentiable) != len(grad_outputs):
         raise _C.UsageError(
-            f"{len(grad_outputs)} gradients of outputs were recorded, and the module gives "
+            f"{len(grad_outputs)} output gradients were recorded, but the module returns "
             f"{len(differentiable)} outputs that require one"
         )
     pairs = [(t, g) for t, g in zip(differentiable, grad_outputs, strict=True) if g is not None]
@@ -330,7 +330,7 @@ def _sentence(change: dict[str, str | None]) -> str:
     recorded, here = (
         "not set" if value is None else repr(value) for value in (change["recorded"], change["here"])
     )
-    return f"the environment's {change['name']} was {recorded} in training and is {here} here"
+    return f"the variable {change['name']} was {recorded} in training but is {here} here"
 
 
 def _function_named(path: str) -> Callable[..., Any]:

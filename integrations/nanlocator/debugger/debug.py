@@ -586,7 +586,7 @@ def _batch_number(argument: str, number: int) -> int:
         index = -1
     if index < 0:
         raise ValueError(
-            f"DebugUnderflowOverflow: `{argument}` has {number!r}; batches are counted from 0, so a batch "
-            "number is an integer that is 0 or more"
+            f"DebugUnderflowOverflow: `{argument}` has {number!r}; expected an integer, 0 or more, "
+            "because batches are counted from 0"
         )
     return index

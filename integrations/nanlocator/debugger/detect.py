@@ -96,7 +96,10 @@ def _write_bundle(tensor: torch.Tensor, ctx: str, folder: str | os.PathLike[str]
             return
     _bundles_written[run_dir] = count + 1
     is_last = count + 1 == _MOST_BUNDLES
-    say(f"{ctx}: the tensor is in {run_dir}/{written}{'; no more are written' if is_last else ''}")
+    say(
+        f"{ctx}: the tensor is in "
+        f"{run_dir}/{written}{'; no more bundles are written there' if is_last else ''}"
+    )
 
 
 def _print_more(

@@ -18,7 +18,7 @@ def say(text: str) -> None:
     if (problem := _print_to(sys.stdout, text)) is None:
         return
     if (
-        _print_to(sys.stderr, f"nanlocator: stdout takes no text ({problem}); it follows here\n{text}")
+        _print_to(sys.stderr, f"nanlocator: stdout cannot be written ({problem}); the text follows\n{text}")
         is not None
     ):
         raise OSError(_nowhere(f"stdout: {problem}", text))
@@ -49,7 +49,7 @@ class Output:
             if (refusal := _print_to(sys.stdout, text)) is None:
                 taken_by.append("stdout")
             else:
-                problems.append(f"stdout takes no text ({refusal})")
+                problems.append(f"stdout cannot be written ({refusal})")
         if is_distributed() or not taken_by:
             if (failure := self._append(text)) is None:
                 taken_by.append(str(self.path))
@@ -61,7 +61,9 @@ class Output:
     def write_on_rank_0(self, text: str) -> None:
         """Prints text that another rank has in its own file."""
         if _rank() == 0 and (refusal := _print_to(sys.stdout, text)) is not None:
-            _print_to(sys.stderr, f"nanlocator: stdout takes no text ({refusal}); it follows here\n{text}")
+            _print_to(
+                sys.stderr, f"nanlocator: stdout cannot be written ({refusal}); the text follows\n{text}"
+            )
 
     def _append(self, text: str) -> OSError | None:
         try:
@@ -81,10 +83,10 @@ class Output:
         lines = []
         if problem not in self._problems:
             self._problems.add(problem)
-            where = f"is in {taken_by[0]}" if taken_by else "follows here"
+            where = f"went to {taken_by[0]}" if taken_by else "follows"
             lines.append(
-                f"nanlocator: DebugUnderflowOverflow: {problem}. Make room, or pass an `output_dir` that can "
-                f"be written. The text {where}"
+                f"nanlocator: DebugUnderflowOverflow: {problem}. Free some space, or pass a writable "
+                f"`output_dir`. The text {where}"
             )
         if not taken_by:
             lines.append(text)
@@ -105,7 +107,7 @@ def _rank() -> int:
 def _print_to(stream: TextIO | None, text: str) -> Exception | None:
     """Returns None on success. ValueError: the stream is closed."""
     if stream is None:  # a process without a console
-        return OSError("there is none")
+        return OSError("this process has none")
     try:
         print(text, file=stream, flush=True)
     except (OSError, ValueError) as error:
@@ -115,6 +117,6 @@ def _print_to(stream: TextIO | None, text: str) -> Exception | None:
 
 def _nowhere(reason: str, text: str) -> str:
     return (
-        f"DebugUnderflowOverflow: {reason}, and stderr is closed, too. Make room, leave sys.stdout open, or "
-        f"pass an `output_dir` that can be written. The text was:\n{text}"
+        f"DebugUnderflowOverflow: {reason}, and stderr is closed, too. Free some space, leave sys.stdout "
+        f"open, or pass a writable `output_dir`. The text was:\n{text}"
     )

@@ -41,7 +41,7 @@ class Patch:
             importlib.import_module("transformers.trainer")
         except ImportError as error:
             raise ImportError(
-                f"patch() changes transformers' Trainer, which cannot be imported ({error}): "
+                f"patch() needs transformers' Trainer, which cannot be imported ({error}): "
                 "pip install transformers accelerate"
             ) from error
         self._debuggers: dict[nn.Module, DebugUnderflowOverflow] = {}

@@ -115,8 +115,8 @@ def _own_connection() -> dist.Store:
         store = _C.clone_store(dist.distributed_c10d._get_default_store())
     except (NotImplementedError, RuntimeError) as error:
         raise RuntimeError(
-            "DebugUnderflowOverflow: the ranks cannot share what they find, because the Store of "
-            f"torch.distributed (backend {dist.get_backend()}) cannot be used a second time: {error}. "
+            "DebugUnderflowOverflow: the ranks cannot share their findings, because the Store of "
+            f"torch.distributed (backend {dist.get_backend()}) allows no second connection: {error}. "
             "Initialise it with an init_method, a TCPStore or a FileStore"
         ) from error
     store.set_timeout(_STORE_TIMEOUT)

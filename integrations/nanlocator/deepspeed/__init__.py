@@ -4,8 +4,7 @@ try:
     import deepspeed  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"nanlocator.deepspeed works with DeepSpeed, which cannot be imported ({error}): "
-        "pip install deepspeed"
+        f"nanlocator.deepspeed needs DeepSpeed, which cannot be imported ({error}): pip install deepspeed"
     ) from error
 
 from nanlocator.deepspeed.locator import DeepSpeedLocator, install

@@ -22,7 +22,7 @@ class DeepSpeedAdapter(Adapter):
     """Gradients are those that the optimizer will use: reduced, and in ZeRO 1 to 3 this rank's partition."""
 
     gradient_phase = "grad_reduced"
-    why_no_pass = "no call of the engine was seen in it"
+    why_no_pass = "no call of the engine was recorded in it"
 
     def __init__(self, engine: Any, layout: Layout) -> None:
         super().__init__()

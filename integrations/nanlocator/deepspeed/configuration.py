@@ -12,8 +12,8 @@ def check(engine: Any) -> None:
 
     if not isinstance(engine, DeepSpeedEngine):
         raise _C.UsageError(
-            f"nanlocator.deepspeed.install expects the engine that deepspeed.initialize returns first, not a "
-            f"{type(engine).__name__}"
+            f"nanlocator.deepspeed.install expects the engine, the first value that "
+            f"deepspeed.initialize returns, not a {type(engine).__name__}"
         )
     reason = _why_not(engine, is_pipeline=isinstance(engine, PipelineEngine))
     if reason:
@@ -22,29 +22,31 @@ def check(engine: Any) -> None:
 
 def _why_not(engine: Any, *, is_pipeline: bool) -> str:
     if is_pipeline:
-        return "pipeline parallelism runs a schedule of its own"
+        return "it uses pipeline parallelism, which runs its own schedule"
     if engine.optimizer is None or not engine.optimizer.param_groups:
-        return "it has no optimizer: nothing is trained"
+        return "it has no optimizer, so nothing is trained"
     if engine.has_moe_layers:
-        return "experts (deepspeed.moe) exchange tokens and gradients over groups of their own"
+        return "its experts (deepspeed.moe) exchange tokens and gradients over their own process groups"
     mpu = engine.mpu
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
-        return "its model is split over ranks (tensor parallelism by an mpu)"
+        return "its model is split across ranks (tensor parallelism through an mpu)"
     if _call(engine, "autotp_size", 0) > 1:
-        return "its model is split over ranks (tensor_parallel.autotp_size)"
+        return "its model is split across ranks (tensor_parallel.autotp_size)"
     if getattr(engine, "sequence_parallel_size", 1) > 1:
-        return "its sequences are split over ranks (sequence parallelism)"
+        return "its sequences are split across ranks (sequence parallelism)"
     if not getattr(engine, "enable_backward_allreduce", True):
-        return "its optimizer communicates by itself (1-bit optimizers)"
+        return "its optimizer does its own communication (1-bit optimizers)"
     if _call(engine, "is_deepcompile_enabled", False):
-        return "DeepCompile reduces gradients inside of compiled graphs"
+        return "DeepCompile reduces gradients inside compiled graphs"
     for name, feature in (("zenflow", "ZenFlow"), ("_coalesce_grad_reduction", "coalesce_grad_reduction")):
         if getattr(engine, name, False):
-            return f"{feature} is not known here"
+            return f"{feature} is not supported"
     if getattr(engine.optimizer, "swap_optimizer", False):
-        return "its optimizer is kept on NVMe"
+        return "its optimizer state is on NVMe"
     if not _call(engine, "managed_gradient_accumulation", True):
-        return "managed_gradient_accumulation is false: its reduction is not where it is looked for"
+        return (
+            "managed_gradient_accumulation is false, so gradients are reduced where nanlocator does not look"
+        )
     return ""
 
 
@@ -52,7 +54,7 @@ def not_covered(engine: Any) -> list[str]:
     """Phrases for run.json and the log about this configuration."""
     phrases = []
     if getattr(engine, "sparse_tensor_module_names", None):
-        phrases.append("sparse gradients after they are reduced")
+        phrases.append("sparse gradients after their reduction")
     return phrases
 
 

@@ -100,7 +100,7 @@ class DeepSpeedLocator(InstalledLocator):
         if not self._driver.is_in_pass:
             step_pass = EnginePass(self._adapter, self._layout, self._recorder, self._scan_reduced)
             if self._is_in_accumulation():
-                step_pass.problem = "its first microbatches were not seen"
+                step_pass.problem = "its first microbatches were not recorded"
             if self._driver.boundaries is not None:
                 self._layout.clear_padding_of_weights()
             self._driver.begin_pass(step_pass, self._engine.global_steps + self._steps_of_optimizer + 1)
@@ -109,7 +109,7 @@ class DeepSpeedLocator(InstalledLocator):
         self.before_forward()
         if getattr(self._engine.optimizer, "_coalesce_grad_reduction", False):
             step_pass = self._driver.step_pass
-            step_pass.problem = "coalesce_grad_reduction reduced its gradients outside of a backward"
+            step_pass.problem = "coalesce_grad_reduction reduced its gradients outside a backward pass"
 
     def after_backward(self) -> None:
         """Nothing to do before the engine's step."""

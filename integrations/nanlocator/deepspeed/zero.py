@@ -226,12 +226,12 @@ def layout_of(engine: Any) -> Layout:
     if kind is None:
         raise _C.UsageError(
             f"nanlocator.deepspeed.install does not know where a {type(optimizer).__name__} keeps gradients; "
-            "it knows ZeRO stages 0 to 3 with torch's, DeepSpeed's and client optimizers"
+            "it supports ZeRO stages 0 to 3 with torch's, DeepSpeed's and client optimizers"
         )
     try:
         return kind(engine)
     except AttributeError as error:
         raise _C.UsageError(
-            f"DeepSpeed {deepspeed.__version__} keeps gradients in a way that is not known here ({error}); "
-            "known is 0.19"
+            f"DeepSpeed {deepspeed.__version__} keeps gradients in an unknown way ({error}); "
+            "install DeepSpeed 0.19"
         ) from error

@@ -45,7 +45,7 @@ def raise_for(verdict: dict[str, Any], run_dir: str) -> NoReturn:
     rank 0 has printed the full text, and every rank prints a traceback."""
     error = whole = NonFiniteGradientError(_C.format_verdict(json.dumps(verdict), run_dir), verdict)
     if is_distributed():
-        text = f"{_headline(str(whole))}\nRank 0 has printed the verdict; it is in {run_dir}/verdict.json"
+        text = f"{_headline(str(whole))}\nRank 0 printed the verdict; it is also in {run_dir}/verdict.json"
         error = NonFiniteGradientError(text, verdict)
     try:
         raise error

@@ -50,8 +50,8 @@ class InstalledLocator(Locator):
         """Raises ``nanlocator.UsageError`` if ``owner`` (an ``"engine"``, for example) has a locator."""
         if hasattr(owner, _INSTALLED):
             raise _C.UsageError(
-                f"nanlocator is installed on this {kind} already; call locator.remove() first to install it "
-                "with other options"
+                f"nanlocator is already installed on this {kind}; to install it with other options, call "
+                "locator.remove() first"
             )
 
     def remove(self) -> None:
@@ -69,7 +69,7 @@ class InstalledLocator(Locator):
         self._owner = owner
         setattr(owner, _INSTALLED, self)
         log_once(
-            f"watching {watched}, level {options.level}, on_bad={options.on_bad}; files of a finding go to "
+            f"watching {watched}, level {options.level}, on_bad={options.on_bad}; findings go to "
             f"{self.run_dir}"
         )
         if options.not_covered:

@@ -57,7 +57,7 @@ def _seconds(value: Any) -> datetime.timedelta:
 
 def _count(value: Any) -> int:
     if int(value) < 0:
-        raise ValueError("expected a number that is not negative")
+        raise ValueError("expected a whole number, 0 or more")
     return int(value)
 
 
@@ -79,18 +79,18 @@ class Options(TypedDict, total=False):
         str | None,
         Option(
             CHOICE,
-            "what a bad step leads to. `stop`: raise `nanlocator.NonFiniteGradientError` on every rank "
-            "before a weight moves; `report`: write the verdict, continue; `skip`: continue without the "
-            "optimizer's step; `recover`: continue with gradients and losses of a clean re-run, bit for bit "
-            "as if the fault had not happened, else stop",
+            "action on a bad step. `stop`: raise `nanlocator.NonFiniteGradientError` on every rank before "
+            "any weight changes; `report`: write the verdict and continue; `skip`: continue without the "
+            "optimizer step; `recover`: continue with the gradients and losses of a clean re-run, bit for "
+            "bit as if the fault had not happened; stop if there is none",
         ),
     ]
     level: Annotated[
         str | None,
         Option(
             CHOICE,
-            "what is watched at every step. `grads`: gradients and losses; `boundaries`: and what ranks "
-            "exchange; `modules`: and every module's inputs and outputs; `operators`: and every operator, "
+            "what is scanned in every step. `grads`: gradients and losses; `boundaries`: also what ranks "
+            "exchange; `modules`: also every module's inputs and outputs; `operators`: also every operator, "
             "which waits for the device",
             {"megatron": "boundaries", "transformers": "modules"},
         ),
@@ -99,19 +99,19 @@ class Options(TypedDict, total=False):
         bool | str | None,
         Option(
             RERUN,
-            "re-run a bad step with every operator traced; `always`: re-run every step, and warn if the two "
-            "differ in a bit. `recover` needs it",
+            "re-run a bad step with every operator traced; `always`: re-run every step, and warn if any bit "
+            "differs. `recover` requires it",
         ),
     ]
     output_dir: Annotated[
         str | os.PathLike[str] | None,
-        Option(FOLDER, "folder of the run; each start gets its own `a0`, `a1`, ... in it"),
+        Option(FOLDER, "folder for the run's files; each start adds its own `a0`, `a1`, ..."),
     ]
     check_params: Annotated[
         bool | None,
         Option(
             SWITCH,
-            "also scan the parameters before and after each step; in a bad step they are scanned anyway",
+            "also scan the parameters before and after each step; in a bad step they are always scanned",
         ),
     ]
     gather_deadline: Annotated[
@@ -124,15 +124,20 @@ class Options(TypedDict, total=False):
     ]
     max_incidents: Annotated[
         int | None,
-        Option(COUNT, "findings to locate under `report`, `skip` and `recover`; later ones are only counted"),
+        Option(
+            COUNT,
+            "how many findings to locate under `report`, `skip` and `recover`; further ones are only counted",
+        ),
     ]
-    bundle_count: Annotated[int | None, Option(COUNT, "most bundles per rank; the first origins win")]
-    bundle_bytes: Annotated[int | None, Option(BYTES, "most bytes of bundles per rank")]
+    bundle_count: Annotated[
+        int | None, Option(COUNT, "maximum number of bundles per rank; the first origins get them")
+    ]
+    bundle_bytes: Annotated[int | None, Option(BYTES, "maximum size of all bundles of a rank")]
     recorded_bytes: Annotated[
         int | None,
         Option(
             BYTES,
-            "what may be kept of a step for operators outside of modules, to re-run it",
+            "maximum size of the data kept per step to re-run operators outside modules",
             only=("watch", "deepspeed"),
         ),
     ]
@@ -167,7 +172,7 @@ def check_names(options: Mapping[str, object], integration: str) -> None:
     names = rows(integration)
     for name in options:
         if name not in names:
-            raise TypeError(f"unexpected option {name!r}; there are {', '.join(names)}")
+            raise TypeError(f"unexpected option {name!r}; expected {', '.join(names)}")
 
 
 def resolve_options(

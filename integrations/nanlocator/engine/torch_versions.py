@@ -3,7 +3,7 @@
 import re
 
 REMEDY = (
-    "Build nanlocator again in this environment: "
+    "Rebuild nanlocator in this environment: "
     "pip install --no-build-isolation --force-reinstall --no-deps <source folder>"
 )
 
@@ -20,12 +20,12 @@ def misfit(built: str, has_new_abi_built: bool, installed: str, has_new_abi_inst
         difference = f"was built against torch {built}, but torch {installed} is installed"
     elif has_new_abi_built != has_new_abi_installed:
         difference = (
-            f"was built with _GLIBCXX_USE_CXX11_ABI={int(has_new_abi_built)}, but torch {installed} with "
+            f"was built with _GLIBCXX_USE_CXX11_ABI={int(has_new_abi_built)}, but torch {installed} uses "
             f"{int(has_new_abi_installed)}"
         )
     else:
         return None
-    return f"nanlocator {difference}: its C++ classes differ. {REMEDY}"
+    return f"nanlocator {difference}: their C++ classes differ. {REMEDY}"
 
 
 def _minor(version: str) -> str:

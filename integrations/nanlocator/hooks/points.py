@@ -30,9 +30,9 @@ class State(Enum):
 
     HOLDS = "in place"
     LOST = "lost"
-    NOT_DUE = "of other versions"  # another point serves the installed version
+    NOT_DUE = "for other versions"  # another point serves the installed version
     NOT_INSTALLED = "not installed"
-    PER_OBJECT = "known only in use"  # an attribute of objects; the place of its class is not known
+    PER_OBJECT = "checked only in use"  # an attribute of objects; the place of its class is not known
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Point:
 
     def note(self) -> str:
         """The note in a verdict's coverage if the point is due and missing."""
-        return f"{self.lost}: this {self.package or 'Python'} does it elsewhere (it has no {self.place})"
+        return f"{self.lost} (this {self.package or 'Python'} has no {self.place})"
 
     def state(self) -> State:
         """The state in this environment. Imports the owner if its package is installed."""
@@ -153,7 +153,7 @@ MODULE_CALL = _row(
     "torch.nn:Module",
     "__call__",
     "attach loops.recorder calls.modules",
-    "calls of modules: no step is recorded, no module is named",
+    "module calls, so no step is recorded and no module is named",
     is_hot=True,
     is_traced=True,
 )
@@ -161,50 +161,48 @@ MODULE_FORWARD = _row(
     "torch.nn:Module",
     "forward",
     "exchange.boundaries debugger.autocast",
-    "the modules in which something is exchanged",
+    "the modules in which ranks exchange data",
     on_objects=True,
 )
 MODULE_ZERO_GRAD = _row(
-    "torch.nn:Module", "zero_grad", "loops.watch", "gradients that a model throws away unused"
+    "torch.nn:Module", "zero_grad", "loops.watch", "gradients that a model's zero_grad discards unused"
 )
 RUN_BACKWARD = _row(
     "torch.autograd",
     "_engine_run_backward",
     "loops.recorder",
-    "backwards: gradients are scanned when an optimizer steps, and the step cannot be re-run",
+    "backward passes, so gradients are scanned when an optimizer steps, and the step cannot be re-run",
 )
 FUNCTION_APPLY = _row(
     "torch.autograd:Function",
     "apply",
     "loops.recorder",
-    "what custom autograd functions outside of modules are applied to",
+    "arguments of custom autograd functions outside modules",
     since="2.15",
 )
-OPTIMIZER_INIT = _row(
-    "torch.optim:Optimizer", "__init__", "attach", "optimizers of a script that is to be attached to"
-)
+OPTIMIZER_INIT = _row("torch.optim:Optimizer", "__init__", "attach", "optimizers of an unedited script")
 OPTIMIZER_STEP = _row(
     "torch.optim:Optimizer",
     "step",
     "loops.watch deepspeed.locator transformers.trainer",
-    "the steps of an optimizer",
+    "optimizer steps",
     on_objects=True,
 )
 OPTIMIZER_ZERO_GRAD = _row(
     "torch.optim:Optimizer",
     "zero_grad",
     "loops.watch",
-    "gradients that an optimizer throws away unused",
+    "gradients that an optimizer's zero_grad discards unused",
     on_objects=True,
 )
 OPTIMIZER_ADD_GROUP = _row(
     "torch.optim:Optimizer",
     "add_param_group",
     "loops.watch",
-    "parameters that an optimizer is given later",
+    "parameters added to an optimizer later",
     on_objects=True,
 )
-SCALE = _row("torch.amp.grad_scaler:GradScaler", "scale", "loops.watch", "losses as they are before scaling")
+SCALE = _row("torch.amp.grad_scaler:GradScaler", "scale", "loops.watch", "losses before scaling")
 UNSCALE = _row(
     "torch.amp.grad_scaler:GradScaler",
     "unscale_",
@@ -221,22 +219,22 @@ CLIP = _row(
     "loops.optimizer loops.watch",
     "gradients before they are clipped",
 )
-EXIT = _row("sys", "exit", "loops.watch", "a bad step after which the program calls sys.exit")
+EXIT = _row("sys", "exit", "loops.watch", "a bad step that ends in sys.exit")
 GRAPH_REPLAY = _row(
-    "torch.cuda:CUDAGraph", "replay", "state.cuda_graphs", "CUDA graphs that the program replays by itself"
+    "torch.cuda:CUDAGraph", "replay", "state.cuda_graphs", "CUDA graphs that the program itself replays"
 )
 STREAM_SANITIZER = _row(
     "torch.cuda._sanitizer:EventHandler",
     "_handle_kernel_launch",
     "exchange.stream_sanitizer",
-    "memory that two streams use without waiting",
+    "memory that two streams use without waiting for each other",
     on_objects=True,
 )
 CHECKPOINT_EARLY_STOP = _row(
     "torch.utils.checkpoint",
     "_enable_checkpoint_early_stop",
     "exchange.stream_sanitizer",
-    "memory that two streams use without waiting, under activation checkpointing",
+    "memory that two streams use without waiting for each other, under activation checkpointing",
 )
 
 # --- torch: what ranks send to each other ------------------------------------------------------------
@@ -256,33 +254,31 @@ PROCESS_GROUP = {
     **_of_groups(
         "allreduce allreduce_coalesced broadcast reduce allgather allgather_coalesced reduce_scatter "
         "alltoall gather scatter",
-        "what collectives of this kind exchange",
+        "data exchanged by collectives of this kind",
         _TRANSFERRED,
     ),
     # From 2.13 on, torch.distributed calls other methods instead (docs/adr/0004).
     **_of_groups(
         "_allgather_base allgather_into_tensor_coalesced _reduce_scatter_base "
         "reduce_scatter_tensor_coalesced alltoall_base",
-        "what collectives of this kind exchange",
+        "data exchanged by collectives of this kind",
         _TRANSFERRED,
         until="2.12",
     ),
     **_of_groups(
         "all_gather_single all_gather_single_coalesced reduce_scatter_single reduce_scatter_single_coalesced "
         "all_to_all_single gather_single",
-        "what collectives of this kind exchange",
+        "data exchanged by collectives of this kind",
         _TRANSFERRED,
         since="2.13",
     ),
-    **_of_groups("send", "messages that are sent", _TRANSFERRED),
-    **_of_groups("recv", "messages that are received"),
-    **_of_groups(
-        "recv_anysource", "messages that are received from any rank", "loops.recorder exchange.boundaries"
-    ),
-    **_of_groups("_start_coalescing _end_coalescing", "where coalesced transfers end", _TRANSFERRED),
+    **_of_groups("send", "sent messages", _TRANSFERRED),
+    **_of_groups("recv", "received messages"),
+    **_of_groups("recv_anysource", "messages received from any rank", "loops.recorder exchange.boundaries"),
+    **_of_groups("_start_coalescing _end_coalescing", "the end of coalesced transfers", _TRANSFERRED),
     **_of_groups("barrier monitored_barrier", "barriers, which end transfers", "exchange.transfers"),
 }
-_FUNCTIONAL = "what functional collectives (DTensor's) exchange"
+_FUNCTIONAL = "data exchanged by functional collectives (DTensor's)"
 FUNCTIONAL = {
     f"{namespace}.{name}": _row(
         f"torch:ops.{namespace}", name, "exchange.functional_collectives", _FUNCTIONAL, **rest
@@ -332,23 +328,25 @@ FSDP1_GATHER = _row(
     "torch.distributed.fsdp._flat_param:FlatParamHandle",
     "_all_gather_flat_param",
     "sharding.fsdp1",
-    "whose weights FullyShardedDataParallel gathers",
+    "which module's weights FullyShardedDataParallel gathers",
 )
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 FSDP2_REDUCE = _row(_FSDP2, "foreach_reduce", "sharding.fsdp2", "gradients before fully_shard reduces them")
-FSDP2_GATHER = _row(_FSDP2, "foreach_all_gather", "sharding.fsdp2", "whose weights fully_shard gathers")
+FSDP2_GATHER = _row(
+    _FSDP2, "foreach_all_gather", "sharding.fsdp2", "which module's weights fully_shard gathers"
+)
 
 _PIPELINES = "torch.distributed.pipelining.schedules"
 _SCHEDULED = "attach loops.optimizer loops.watch"  # `attach` is outermost for the same reason as above
 SCHEDULE_STEPS = (
-    _row(f"{_PIPELINES}:PipelineScheduleSingle", "step", _SCHEDULED, "steps of a pipeline's schedule"),
-    _row(f"{_PIPELINES}:PipelineScheduleMulti", "step", _SCHEDULED, "steps of a pipeline's schedule"),
+    _row(f"{_PIPELINES}:PipelineScheduleSingle", "step", _SCHEDULED, "steps of a pipeline schedule"),
+    _row(f"{_PIPELINES}:PipelineScheduleMulti", "step", _SCHEDULED, "steps of a pipeline schedule"),
 )
 SCHEDULE_LOSS = _row(
     f"{_PIPELINES}:_PipelineSchedule",
     "_maybe_compute_loss",
     "sharding.pipelining",
-    "losses of a pipeline's microbatches",
+    "losses of pipeline microbatches",
     on_objects=True,
 )
 STAGE = {
@@ -356,7 +354,7 @@ STAGE = {
         "torch.distributed.pipelining.stage:_PipelineStageBase",
         name,
         "sharding.pipelining",
-        "microbatches of a pipeline's stage, and what it receives",
+        "microbatches of a pipeline stage, and what it receives",
         on_objects=True,
     )
     for name in (
@@ -370,7 +368,7 @@ STAGE = {
 
 # --- kernels that the dispatcher does not call -------------------------------------------------------
 
-_KERNELS = "kernels of this kind, by name, and what they are given"
+_KERNELS = "names and arguments of kernels of this kind"
 EXTENSION_FUNCTION = _row("extension modules", "functions", "calls.kernels", _KERNELS, on_objects=True)
 INDUCTOR_MODULES = _row(
     "torch._inductor.codecache:PyCodeCache", "load_by_key_path", "calls.kernels", _KERNELS
@@ -402,7 +400,7 @@ SCHEDULES = tuple(
         "megatron.core.pipeline_parallel.schedules",
         name,
         _MEGATRON,
-        "forward and backward of this schedule: no step is scanned as a whole, or re-run",
+        "forward and backward of this schedule, so no step is scanned as a whole or re-run",
     )
     for name in (
         "forward_backward_no_pipelining",
@@ -414,10 +412,10 @@ FORWARD_STEP = _row(
     "megatron.core.pipeline_parallel.schedules",
     "forward_step",
     _MEGATRON,
-    "microbatches of forward, and losses",
+    "forward microbatches and losses",
 )
 BACKWARD_STEP = _row(
-    "megatron.core.pipeline_parallel.schedules", "backward_step", _MEGATRON, "microbatches of backward"
+    "megatron.core.pipeline_parallel.schedules", "backward_step", _MEGATRON, "backward microbatches"
 )
 START_GRAD_SYNC = _row(
     "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup",
@@ -445,28 +443,28 @@ PREPARE_GRADS = _row(
     f"{_OPTIMIZER}:MegatronOptimizer",
     "prepare_grads",
     _MEGATRON,
-    "gradients as they are clipped",
+    "the gradients that are clipped",
     on_objects=True,
 )
 GRAD_NORM = _row(
-    f"{_OPTIMIZER}:ChainedOptimizer", "get_grad_norm", _MEGATRON, "the norm of gradients", on_objects=True
+    f"{_OPTIMIZER}:ChainedOptimizer", "get_grad_norm", _MEGATRON, "the gradient norm", on_objects=True
 )
 CLIP_GRAD_NORM = _row(
     f"{_OPTIMIZER}:MegatronOptimizer",
     "clip_grad_norm",
     _MEGATRON,
-    "the norm of gradients",
+    "the gradient norm",
     on_objects=True,
 )
 READY_UPDATE = _row(
     f"{_OPTIMIZER}:MegatronOptimizer",
     "step_with_ready_grads",
     _MEGATRON,
-    "the place before the update",
+    "the moment before the update",
     on_objects=True,
 )
 MEGATRON_STEP = _row(
-    f"{_OPTIMIZER}:MegatronOptimizer", "step", _MEGATRON, "where a step ends", on_objects=True
+    f"{_OPTIMIZER}:MegatronOptimizer", "step", _MEGATRON, "the end of a step", on_objects=True
 )
 _MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 _BEFORE_MEGATRON_FSDP = "gradients before Megatron-FSDP reduces them"
@@ -485,28 +483,28 @@ FSDP_GATHER = _row(
     f"{_MEGATRON_FSDP}:AllGatherPipeline",
     "all_gather_params",
     _MEGATRON,
-    "whose weights Megatron-FSDP gathers",
+    "which module's weights Megatron-FSDP gathers",
     on_objects=True,
 )
 FSDP_GATHER_BUCKET = _row(
     f"{_MEGATRON_FSDP}:AllGatherPipeline",
     "async_bucket_gather",
     _MEGATRON,
-    "whose weights Megatron-FSDP gathers",
+    "which module's weights Megatron-FSDP gathers",
     on_objects=True,
 )
 VALIDATE_RESULT = _row(
     "megatron.core.rerun_state_machine:RerunStateMachine",
     "validate_result",
     "megatron.state",
-    "errors of Megatron's own checks are raised on one rank before all ranks have agreed",
+    "errors of Megatron's own checks, which end one rank before all ranks have agreed",
     on_objects=True,
 )
 ENGINE_GRAPHS = _row(
     "megatron.core.transformer.module:GraphableMegatronModule",
     "cuda_graphs",
     "state.cuda_graphs",
-    "operators of layers that are replayed from TransformerEngine's CUDA graphs",
+    "operators of layers replayed from TransformerEngine's CUDA graphs",
     on_objects=True,
 )
 
@@ -517,15 +515,15 @@ SANITY_CHECK = _row(
     "deepspeed.runtime.engine:DeepSpeedEngine",
     "_do_optimizer_sanity_check",
     "loops.ownership",
-    "a watched optimizer that is given to DeepSpeed: nothing is found then",
+    "a watched optimizer that is passed to DeepSpeed, where nothing would be found",
 )
 ENGINE = {
     name: _row("deepspeed.runtime.engine:DeepSpeedEngine", name, "deepspeed.locator", lost, on_objects=True)
     for name, lost in (
-        ("backward", "backwards of the engine"),
-        ("scale", "losses as they are before scaling"),
-        ("_backward_prologue", "where a backward begins to reduce its buckets"),
-        ("_take_model_step", "the steps of the engine"),
+        ("backward", "the engine's backward passes"),
+        ("scale", "losses before scaling"),
+        ("_backward_prologue", "the start of a backward pass's bucket reductions"),
+        ("_take_model_step", "the engine's steps"),
     )
 }
 _BEFORE_ZERO = "gradients before DeepSpeed reduces them"
@@ -541,7 +539,7 @@ ZERO_REDUCE = {
     )
 }
 ZERO_NORM = {
-    attribute: _row(owner, attribute, "deepspeed.locator", "the norm of gradients", on_objects=on_objects)
+    attribute: _row(owner, attribute, "deepspeed.locator", "the gradient norm", on_objects=on_objects)
     for owner, attribute, on_objects in (
         ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "scaled_global_norm", True),
         ("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "_get_norm_groups", True),
@@ -560,12 +558,12 @@ ZERO_GATHER = _row(
 
 # --- transformers, Lightning -------------------------------------------------------------------------
 
-TRAIN = _row("transformers:Trainer", "train", "transformers.trainer", "Trainers that have the callback")
+TRAIN = _row("transformers:Trainer", "train", "transformers.trainer", "Trainers with the callback")
 TRAINING_STEP = _row(
     "transformers:Trainer",
     "training_step",
     "transformers.trainer",
-    "microbatches of the Trainer",
+    "the Trainer's microbatches",
     on_objects=True,
 )
 DEBUGGER = {
@@ -578,13 +576,13 @@ DEBUGGER = {
     )
     for name in names.split()
 }
-EXCEPT_HOOK = _row("sys", "excepthook", "debugger.ranks", "a debugger's finding in the traceback of a rank")
+EXCEPT_HOOK = _row("sys", "excepthook", "debugger.ranks", "another rank's finding in the traceback of a rank")
 LIGHTNING_LOG = {
     module: _row(
         f"{module}:LightningModule",
         "log",
         "state.lightning_steps",
-        "Lightning logs once more what a re-run step logs",
+        "re-runs, so Lightning logs their values again",
     )
     for module in ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
 }

@@ -74,7 +74,7 @@ class _Execution(Pass):
 
     def obstacle(self) -> str:
         is_alone = not are_in_shards(self._adapter.models)
-        return "" if is_alone else "the ranks that keep the model's shards would have to do it together"
+        return "" if is_alone else "all ranks that hold shards of the model would have to re-run it together"
 
     def run_again(self) -> Named:
         with torch.no_grad(), self._adapter.naming_modules():

@@ -73,7 +73,7 @@ class LocatingOptimizer(Locator, Optimizer):
                 f"LocatingOptimizer wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}"
             )
         if isinstance(optimizer, LocatingOptimizer):
-            raise _C.UsageError("this optimizer is a LocatingOptimizer already; wrap it once")
+            raise _C.UsageError("this optimizer is already a LocatingOptimizer; wrap it only once")
         resolved = resolve_options(options, "optimizer")
         # Optimizer.__init__ is not called: it would make its own groups and state.
         self.inner = optimizer

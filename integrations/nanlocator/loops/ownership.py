@@ -20,8 +20,8 @@ from nanlocator.hooks.patches import Patches
 from nanlocator_after_import import AfterImport
 
 _WHAT_TO_DO = (
-    "call nanlocator.deepspeed.install(engine) after deepspeed.initialize, and give DeepSpeed the optimizer "
-    "itself"
+    "call nanlocator.deepspeed.install(engine) after deepspeed.initialize, and pass DeepSpeed the plain "
+    "optimizer"
 )
 _followed: "weakref.WeakSet[Any]" = weakref.WeakSet()  # optimizers
 
@@ -44,9 +44,9 @@ def _wrap_check(module: ModuleType) -> None:
         """Checks every optimizer that DeepSpeed is about to wrap."""
         if basic_optimizer in _followed:
             raise _C.UsageError(
-                "deepspeed.initialize was given an optimizer that nanlocator follows already "
-                f"({type(basic_optimizer).__name__}): DeepSpeed steps it with partitions that it does not "
-                f"know, and nothing would be found; {_WHAT_TO_DO}"
+                "deepspeed.initialize was given an optimizer that nanlocator already watches "
+                f"({type(basic_optimizer).__name__}): DeepSpeed steps it with its own partitions, so nothing "
+                f"would be found; {_WHAT_TO_DO}"
             )
         return original(engine, basic_optimizer)
 
@@ -61,7 +61,7 @@ def refuse_owned(models: Iterable[torch.nn.Module], optimizers: Iterable[Any]) -
         return
     others = [each for each in optimizers if not isinstance(each, torch.optim.Optimizer)]
     if any(type(each).__module__.startswith("deepspeed.") for each in others):
-        raise _C.UsageError(f"this optimizer is DeepSpeed's: {_WHAT_TO_DO}")
+        raise _C.UsageError(f"this optimizer belongs to DeepSpeed: {_WHAT_TO_DO}")
     parameters = {p for model in models for p in model.parameters()}
     for each in gc.get_objects():
         if not issubclass(type(each), engine_module.DeepSpeedEngine) or "optimizer" not in vars(each):

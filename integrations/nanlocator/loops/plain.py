@@ -77,8 +77,9 @@ class PlainAdapter(Adapter):
         self.tensors: list[torch.Tensor] = list(dict.fromkeys(p for group in groups for p in group))
         if self.tensors and self._names and self._names.keys().isdisjoint(self.tensors):
             raise _C.UsageError(
-                "the optimizer holds none of the model's parameters: it was made before they were replaced "
-                "(by fully_shard, to_empty, load_state_dict(assign=True) ...), or for another model"
+                "the optimizer holds none of the model's parameters: it was created for another model, or "
+                "before they were replaced (by fully_shard, to_empty, load_state_dict(assign=True) ...). "
+                "Shard and load the model first, then create the optimizer"
             )
         fallback = {p: f"group{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group)}
         self.not_covered.clear()
@@ -122,7 +123,7 @@ class PlainAdapter(Adapter):
                         part.name = _below(model, part.name)
                     parts.setdefault(part.tensor, []).append(part)
         except AttributeError as error:  # private attributes, which a release of torch may rename
-            self.not_covered.append(f"where the shards of {framework} lie: not known of this torch ({error})")
+            self.not_covered.append(f"where the shards of {framework} lie (unknown for this torch: {error})")
             return {}
         return parts
 
@@ -177,19 +178,19 @@ class PlainAdapter(Adapter):
         lost = [name for p, name in self._names.items() if p in ours and p not in held]
         if lost:
             raise _C.UsageError(
-                f"the parameter {shown(lost[0])} was replaced after nanlocator had been given the model and "
-                "its optimizer (by fully_shard, to_empty, load_state_dict(assign=True) ...): the optimizer "
-                "updates a tensor that the model no longer uses. Shard and load the model first, then make "
-                "the optimizer, then call nanlocator"
+                f"the parameter {shown(lost[0])} was replaced (by fully_shard, to_empty, "
+                "load_state_dict(assign=True) ...) after the model and its optimizer were passed to "
+                "nanlocator: the optimizer updates a tensor that the model no longer uses. Shard and load "
+                "the model first, then create the optimizer, then call nanlocator"
             )
         # With use_orig_params an optimizer may hold them in spite of that.
         late = self._in_flat_parameters() & ours - self._were_in_flat_parameters
         names = [name for p, name in self._names.items() if p in late]
         if names:
             raise _C.UsageError(
-                f"the parameter {shown(names[0])} was sharded after nanlocator had been given the model and "
-                "its optimizer (by FullyShardedDataParallel): its gradients are no longer whole. Shard the "
-                "model first, then make the optimizer, then call nanlocator"
+                f"the parameter {shown(names[0])} was sharded (by FullyShardedDataParallel) after the model "
+                "and its optimizer were passed to nanlocator: its gradients are no longer whole. Shard the "
+                "model first, then create the optimizer, then call nanlocator"
             )
 
     def _in_flat_parameters(self) -> set[torch.Tensor]:
@@ -242,7 +243,7 @@ class PlainDriver(Driver):
         """The pipeline of the schedule that drives this rank's stages, one at a time; None if it is
         unknown."""
         if not is_known(schedule):
-            unknown = f"{type(schedule).__name__}: this torch does its steps in another way"
+            unknown = f"steps of a {type(schedule).__name__} (this torch executes them in an unknown way)"
             self.locator.add_not_covered([unknown])
             return None
         if self._pipeline is None or self._pipeline.schedule is not schedule:
@@ -296,7 +297,7 @@ class PlainDriver(Driver):
         self.adapter.check_parameters()
         if self.boundaries is not None and not self.is_in_pass:
             self.boundaries.missed_a_pass()
-            self._scans.say_uncovered("what ranks send to each other: step() gets no closure")
+            self._scans.say_uncovered("what ranks exchange, because step() is called without a closure")
         return super().scan_and_agree()
 
     def forget_gradients(self) -> None:

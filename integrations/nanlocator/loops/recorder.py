@@ -79,8 +79,8 @@ class StepRecorder:
     ) -> None:
         if StepRecorder._active is not None:
             raise _C.UsageError(
-                "this process records a training step already: hand all models and optimizers to one "
-                "nanlocator.watch, or remove() the other one first"
+                "this process already records a training step: pass all models and optimizers to one "
+                "nanlocator.watch, or call remove() on the other one first"
             )
         self._engine = _C.StepRecorder(weakly(self._function_call), most_bytes)
         self._thread = threading.get_ident()
@@ -227,7 +227,7 @@ class StepRecorder:
             call = _ModuleCall(module, *self._named((args, kwargs), given), self._now())
             call.by_reference = self._by_reference
         except Exception:  # the program's classes may raise when inspected
-            self.give_up(f"what {class_name(module)} was given cannot be kept")
+            self.give_up(f"the arguments of {class_name(module)} cannot be kept")
             call = None
         with self.suspended(), self._in_module():
             output = original(module, *args, **kwargs)
@@ -356,10 +356,10 @@ class StepRecorder:
         if self._state_of_gradients() == before and not self._has_unreduced() and not self.has_update:
             return  # no watched gradient was written
         if self.has_update:
-            self.give_up("an optimizer steps within its backward, and would again")
+            self.give_up("an optimizer steps during its backward pass, and would step again")
         self.losses += losses
         if call is None:
-            self.give_up("a backward ran inside of a module's forward (in Lightning: manual optimization)")
+            self.give_up("a backward pass ran inside a module's forward (in Lightning: manual optimization)")
         else:
             self._engine.add_backward(call, given)
         self.has_gradients = True
@@ -517,7 +517,7 @@ class _Call:
 
     def overwritten(self) -> list[str]:
         return [
-            f"a tensor of shape {list(tensor.shape)} has been written to since"
+            f"a tensor of shape {list(tensor.shape)} was overwritten later"
             for tensor, sample in self.by_reference
             if sample is not None and not _C.has_content(tensor, sample)
         ]
@@ -637,7 +637,7 @@ class WeightsState:
 
     def restore(self) -> None:
         if self._recorder.changed_weights():
-            raise RuntimeError("the program has changed them after the step had used them")
+            raise RuntimeError("the program changed them after the step used them")
 
 
 class RecordedPass(PlainPass):
@@ -687,11 +687,11 @@ class RecordedPass(PlainPass):
             p not in self._adapter.left_out and (p.grad is None or _version_of(p.grad) != version)
             for p, version in self._leftovers.items()
         ):
-            return "it has added to gradients that were there before"
+            return "it added to gradients of an earlier step"
         if problem := self._recorder.problem:
             return problem
         if any(is_bad(weight.detach()) for weight in self._recorder.changed_weights()):
-            return "weights were changed after it had used them, and are NaN or Inf now"
+            return "weights changed after it used them, and are now NaN or Inf"
         return ""
 
     def changed_data(self) -> list[str]:

@@ -84,12 +84,14 @@ class Watch(Locator):
         if not models or not optimizers:
             raise _C.UsageError("nanlocator.watch needs a model and an optimizer")
         if any(isinstance(each, LocatingOptimizer) for each in optimizers):
-            raise _C.UsageError("a LocatingOptimizer scans by itself: give watch the optimizer inside")
+            raise _C.UsageError(
+                "a LocatingOptimizer does its own scans: pass watch the optimizer inside it (.inner)"
+            )
         refuse_owned(models.values(), optimizers)
         resolved = resolve_options(options, "watch")
         self._models, self._optimizers, self._options = models, optimizers, options
         self._adapter = PlainAdapter(optimizers, models)
-        self._adapter.why_no_pass = "no call of a watched model was seen in it"
+        self._adapter.why_no_pass = "no call of a watched model was recorded in it"
         self._adapter.loss_scale = weakly(self._loss_scale)
         self._scaler: GradScaler | None = None
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
@@ -261,8 +263,8 @@ class Watch(Locator):
                 self._end_step()
             return
         print(  # the other ranks may be elsewhere
-            f"nanlocator: a loss of rank {torch.distributed.get_rank()} is NaN or Inf, and the program has "
-            "left the step: among several ranks it is explained where they go on to their backwards",
+            f"nanlocator: a loss of rank {torch.distributed.get_rank()} is NaN or Inf, but the program "
+            "abandoned the step: with several ranks, only a step that reaches its backward pass is explained",
             file=sys.stderr,
             flush=True,
         )
@@ -272,7 +274,7 @@ class Watch(Locator):
     def _scan_alone(self, reason: str) -> None:
         self._driver.scan_gradients()
         self._driver.locator.scan_losses(self._loss_views())
-        why_not = "ranks execute a step again together: one that goes on to its backward is explained"
+        why_not = "a re-run needs all ranks: only a step that reaches its backward pass is explained"
         self._driver.conclude_alone(f"{reason} ({why_not})", False)
 
     def _loss_scale(self) -> LossScale | None:
@@ -345,7 +347,7 @@ class Watch(Locator):
         ):
             pipeline = self._driver.pipeline_of(schedule)
             if pipeline is None:
-                self._recorder.give_up("this torch does a step of a pipeline's schedule in another way")
+                self._recorder.give_up("this torch executes a pipeline schedule's step in an unknown way")
         if pipeline is None or not schedule._has_backward:
             return original(schedule, *args, **kwargs)
         return self._recorder.record_pass(pipeline, original, args, kwargs)
@@ -489,7 +491,7 @@ def _listed(value: Any, kind: type) -> list[Any]:
     for each in values:
         if not isinstance(each, kind):
             is_megatrons = type(each).__module__.startswith("megatron.")
-            instead = ", which nanlocator.megatron.install(model_chunks, optimizer) takes"
+            instead = "; pass it to nanlocator.megatron.install(model_chunks, optimizer)"
             raise _C.UsageError(
                 f"nanlocator.watch takes a torch {kind.__name__}, not a {type(each).__name__}"
                 + (instead if is_megatrons else "")

@@ -32,7 +32,7 @@ class MegatronAdapter(Adapter):
 
     gradient_phase = "grad_reduced"
     why_no_pass = (
-        "the training loop asked Megatron for its schedule (get_forward_backward_func) before nanlocator was "
+        "the training loop got its schedule from Megatron (get_forward_backward_func) before nanlocator was "
         "installed"
     )
     can_trace_later_steps = False

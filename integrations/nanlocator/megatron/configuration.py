@@ -36,10 +36,10 @@ def check_call(chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> N
         )
     if _captures_whole_iteration(get_model_config(chunks[0])):
         raise _C.UsageError(
-            "cuda_graph_scope 'full_iteration' runs forward-backward from one CUDA graph: its replays call "
-            "no hook, so nothing in it can be watched, and no step can be executed again. To look for a NaN, "
-            "run without it: leave out --cuda-graph-scope full_iteration (graphs of layers may stay), or "
-            "set cuda_graph_impl to 'none'"
+            "cuda_graph_scope 'full_iteration' runs forward-backward from one CUDA graph, whose replays "
+            "call no hooks: nothing in it can be watched, and no step can be re-run. To look for a NaN, run "
+            "without it: omit --cuda-graph-scope full_iteration (graphs of layers may stay), or set "
+            "cuda_graph_impl to 'none'"
         )
 
 
@@ -68,7 +68,7 @@ def unwatched_groups(chunks: list[torch.nn.Module]) -> dict[str, str]:
     if getattr(config, "symmetric_ar_type", None) is not None:
         groups["tp"] = "tensor-parallel all-reduces in symmetric memory (symmetric_ar_type)"
     if getattr(config, "moe_token_dispatcher_type", None) == "flex":
-        text = "exchanges of tokens by DeepEP or HybridEP (moe_token_dispatcher_type flex)"
+        text = "token exchanges by DeepEP or HybridEP (moe_token_dispatcher_type flex)"
         groups |= {"ep": text, "tp_ep": text}
     return groups
 
@@ -86,36 +86,36 @@ def not_covered(chunks: list[Any], optimizer: MegatronOptimizer, options: _C.Loc
         or parallel_state.get_pipeline_model_parallel_world_size() > 1
     )
     cases = {
-        "operator, module and microbatch of a fault: level grads without a re-run sees gradients only": (
+        "operator, module and microbatch of a fault (level grads without a re-run sees only gradients)": (
             options.level == "grads" and options.rerun == "never"
         ),
-        "the rank within a data-parallel replica of a fault that happens once: that needs level boundaries": (
+        "the rank within a data-parallel replica of a fault that happens once (needs level boundaries)": (
             options.level == "grads" and is_model_parallel
         ),
-        f"Megatron-Core {supported.unknown_version()} has not been tried: hooks may sit in the wrong place": (
+        f"what hooks in the wrong place miss (Megatron-Core {supported.unknown_version()} was not tested)": (
             supported.unknown_version() is not None
         ),
-        "places inside TransformerEngine's kernels: a re-run names the kernel and its arguments": (
+        "places inside TransformerEngine's kernels (a re-run names the kernel and its arguments)": (
             "transformer_engine" in modules
         ),
-        "operators inside functions that Megatron compiles (bias_activation_fusion, bias_dropout_fusion): a "
-        "re-run would execute them by their operators": (
+        "operators inside functions that Megatron compiles with bias_activation_fusion or "
+        "bias_dropout_fusion (a re-run would see them)": (
             (has("bias_activation_fusion") or has("bias_dropout_fusion")) and options.rerun == "never"
         ),
         "values inside CUDA graphs": uses_cuda_graphs(config),
         "scales of fp8 and fp4": has("fp8") or has("fp4"),
-        "what is gathered quantised (bytes): whether it was finite is not known": (
+        "whether data gathered in quantised form (bytes) was finite": (
             (has("fp8") or has("fp4")) and getattr(config, "sequence_parallel", False)
         ),
-        "fp8 weights that cannot be dequantised in the memory that is left": (
+        "fp8 weights that cannot be dequantised in the remaining memory": (
             has("fp8_param") or getattr(ddp, "fp8_param_gather", False)
         ),
         **dict.fromkeys(unwatched_groups(chunks).values(), True),
-        "microbatches, as overlap_moe_expert_parallel_comm has a schedule of its own": has(
+        "microbatches, because overlap_moe_expert_parallel_comm has its own schedule": has(
             "overlap_moe_expert_parallel_comm"
         ),
-        "layer-wise optimizers have not been tested": "LayerWise" in type(optimizer).__name__,
-        "with overlap_param_gather, parameters before they are gathered": (
+        "layer-wise optimizers (not tested)": "LayerWise" in type(optimizer).__name__,
+        "parameters before overlap_param_gather gathers them": (
             options.check_params and ddp.overlap_param_gather and not is_sharded(chunks[0])
         ),
     }

@@ -57,12 +57,12 @@ class FirstStep:
         """Readable phrases: what this rank has not seen."""
         if "forward" not in self.hooks:
             return [
-                "forward and backward: Megatron's schedule was asked for before nanlocator was installed, or "
-                "does not call schedules.forward_step"
+                "forward and backward: the program got Megatron's schedule before nanlocator was installed, "
+                "or the schedule does not call schedules.forward_step"
             ]
         missing = [*self._missing_gradients(), *self._missing_exchanges()]
         if "backward" not in self.hooks:
-            missing.append("the microbatches of backward (schedules.backward_step)")
+            missing.append("the backward microbatches (schedules.backward_step)")
         if self.losses == 0 and parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             missing.append("the losses")
         missing += [
@@ -78,10 +78,10 @@ class FirstStep:
         homeless = {entry.parameter for entry in self._named}.difference(*parameters_of)
         names = [entry.name for entry in self._named if entry.parameter in unseen | homeless]
         if names:
-            yield f"the gradients before their data-parallel reduction of {_some_of(names)}"
+            yield f"the gradients of {_some_of(names)} before their data-parallel reduction"
         names = [entry.name for entry in self._named if entry.chunk not in self.chunks]
         if names:
-            yield f"the gradients after their data-parallel reduction of {_some_of(names)}"
+            yield f"the gradients of {_some_of(names)} after their data-parallel reduction"
 
     def _missing_exchanges(self) -> Iterator[str]:
         if self.exchanges is None:
@@ -95,8 +95,8 @@ class FirstStep:
         config, unwatched = get_model_config(self._chunks[0]), unwatched_groups(self._chunks)
         modules = [module for chunk in self._chunks for module in chunk.modules()]
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            yield ("pp",), "send", "what is sent to other pipeline stages"
-            yield ("pp",), "recv", "what is received from other pipeline stages"
+            yield ("pp",), "send", "messages to other pipeline stages"
+            yield ("pp",), "recv", "messages from other pipeline stages"
         if uses_cuda_graphs(config):  # replays call nothing; already reported
             return
         has_layers = any(isinstance(module, TransformerLayer) for module in modules)
@@ -113,10 +113,10 @@ class FirstStep:
         has_experts = any(isinstance(module, BaseMoELayer) for module in modules) and "ep" not in unwatched
         if parallel_state.get_expert_model_parallel_world_size() > 1 and has_experts:
             if config.moe_token_dispatcher_type.startswith("alltoall"):
-                yield ("ep", "tp_ep"), "alltoall", "the exchanges of tokens between experts"
+                yield ("ep", "tp_ep"), "alltoall", "the token exchanges between experts"
             elif config.moe_token_dispatcher_type == "allgather":
-                yield ("ep", "tp_ep"), "allgather", "the tokens that are gathered for the experts"
-                yield ("ep", "tp_ep"), "reduce_scatter", "what the experts give back"
+                yield ("ep", "tp_ep"), "allgather", "the tokens gathered for the experts"
+                yield ("ep", "tp_ep"), "reduce_scatter", "the outputs of the experts"
 
 
 def _operators_of_attention(config: Any) -> set[str]:

@@ -20,8 +20,8 @@ examples:
   torchrun --nproc-per-node 8 -m nanlocator.megatron --on-bad skip --output-dir /logs/nan pretrain_gpt.py ...
   NANLOCATOR_ON_BAD=recover srun python -m nanlocator.megatron pretrain_gpt.py ...
 
-Options stand before the script; what follows it is the script's. An option that is not given is read from its
-variable, which holds 1 or 0 for those that are on or off.
+Options go before the script; everything after its name is passed to it. An option that is not given is read
+from its environment variable (1 or 0 for switches).
 """
 
 
@@ -30,12 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     through, SystemExit too; wrong use of the launcher exits with 2."""
     parser = make_parser(
         "python -m nanlocator.megatron",
-        "Runs a Megatron training script, unedited, with nanlocator installed on its model.",
+        "Runs a Megatron training script unchanged, with nanlocator installed on its model.",
         _EXAMPLES,
         "megatron",
     )
     parser.add_argument("script", help="the training script, such as pretrain_gpt.py")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, untouched")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, passed on unchanged")
     options = parser.parse_args(arguments)
     check_script(parser, options.script)
     set_variables(options, "megatron")
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         if not installer.is_installed and os.environ.get("RANK", "0") == "0":
             print(
-                "nanlocator: installed on nothing: the script has called neither megatron.training's "
+                "nanlocator: installed on nothing: the script called neither megatron.training's "
                 "setup_model_and_optimizer nor megatron.core's get_megatron_optimizer",
                 file=sys.stderr,
                 flush=True,

@@ -69,7 +69,7 @@ def install(
     MegatronLocator.check_owner(optimizer, "optimizer")
     resolved = resolve_options(options, "megatron")
     if resolved.on_bad == "recover" and resolved.rerun == "never":
-        raise _C.UsageError("on_bad 'recover' goes on with a re-run of the step: it needs rerun=True")
+        raise _C.UsageError("on_bad='recover' continues with a re-run of the step: it needs rerun=True")
     resolved.not_covered = not_covered(chunks, optimizer, resolved)
     return MegatronLocator(chunks, optimizer, resolved)
 
@@ -197,7 +197,7 @@ class MegatronLocator(InstalledLocator):
         self._driver.begin(current_iteration())
         ids = [self._adapter.ids[p] for p in parameters]
         self._driver.scan("grad_local", first + number, "main_grad", ids, gradients)
-        with self._driver.concluding("Megatron raised before the data-parallel collective"):
+        with self._driver.concluding("Megatron raised an error before the data-parallel collective"):
             yield
 
     def _after_collective(self, number: int) -> Callable[..., Any]:
@@ -272,7 +272,7 @@ class MegatronLocator(InstalledLocator):
         missing = self._first_step.missing()
         if not missing:
             return
-        text = "not seen in the first step, though it must have happened: " + "; ".join(missing)
+        text = "expected in the first step but not seen: " + "; ".join(missing)
         self._driver.locator.add_standing_note(f"{text[0].upper()}{text[1:]}.")
         self._driver.locator.add_not_covered(missing)
         place = rank_coordinates(torch.device("cpu"))

@@ -95,7 +95,7 @@ class _Replay:
     def __next__(self) -> Any:
         if self._position >= len(self._recorder.batches):
             raise RuntimeError(
-                f"the re-run of the step asks for more than the first pass's {self._position} microbatches"
+                f"the re-run of the step requests more microbatches than the first pass's {self._position}"
             )
         item = self._recorder.batches[self._position].copy()
         self._restore_generators()

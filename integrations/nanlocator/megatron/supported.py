@@ -13,8 +13,8 @@ def too_old() -> str | None:
     if minor is None or minor >= OLDEST:
         return None
     return (
-        f"nanlocator.megatron needs Megatron-Core {OLDEST[0]}.{OLDEST[1]} or newer, and {_version()} is "
-        "installed. Update it, or use nanlocator.LocatingOptimizer around the optimizer (docs/pytorch.md)."
+        f"nanlocator.megatron needs Megatron-Core {OLDEST[0]}.{OLDEST[1]} or newer, but {_version()} is "
+        "installed. Update it, or wrap the optimizer in nanlocator.LocatingOptimizer (docs/pytorch.md)."
     )
 
 

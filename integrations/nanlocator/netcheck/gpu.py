@@ -78,7 +78,7 @@ def _ecc_faults(facts: dict[str, Any]) -> list[str]:
         if name.startswith(_UNCORRECTED) and isinstance(count, int) and count > 0
     ]
     if facts.get("ecc_aggregate", {}).get("sram_threshold_exceeded") == "Yes":
-        faults.append("the threshold of uncorrected SRAM errors is exceeded: NVIDIA replaces such a GPU")
+        faults.append("the threshold of uncorrected SRAM errors is exceeded: NVIDIA replaces such GPUs")
     return faults
 
 
@@ -86,16 +86,16 @@ def _repair_faults(facts: dict[str, Any]) -> list[str]:
     remapped = facts.get("remapped_rows", {})
     faults = []
     if remapped.get("failure") == "Yes":
-        faults.append("remapping of a bad memory row has failed: NVIDIA replaces such a GPU")
+        faults.append("remapping of a bad memory row has failed: NVIDIA replaces such GPUs")
     if remapped.get("pending") == "Yes":
         faults.append("remapping of a bad memory row is pending: reset the GPU")
     if facts.get("retired_pages", {}).get("pending") == "Yes":
         faults.append("retirement of a bad memory page is pending: reset the GPU")
     if facts.get("reset_required") == "Yes":
-        faults.append("the driver says that a reset of the GPU is required")
+        faults.append("the driver requires a reset of the GPU")
     action = facts.get("recovery_action", "None")
     if action != "None":
-        faults.append(f"the driver asks for a recovery of the GPU: {action}")
+        faults.append(f"the driver requests a recovery of the GPU: {action}")
     return faults
 
 
@@ -105,7 +105,7 @@ def _xid_faults(facts: dict[str, Any]) -> list[str]:
     for entry in facts.get("xid", []):
         lines.setdefault(entry["code"], []).append(entry["line"])
     return [
-        f"Xid {code} ({XID_FAULTS[code]}), {len(found)} in the kernel's log, the last: {found[-1]}"
+        f"Xid {code} ({XID_FAULTS[code]}), {len(found)} in the kernel log, the latest: {found[-1]}"
         for code, found in sorted(lines.items())
         if code in XID_FAULTS and not (code == _ROW_REMAPPING and is_remapped)
     ]
@@ -130,7 +130,7 @@ def parse_query(text: str, uuid: str) -> dict[str, Any]:
     """The GPU `uuid` in the output of ``nvidia-smi -q -x``. Raises Unreadable if the GPU is absent or the
     output cut off."""
     if len(text) > _LARGEST_XML or _DOCUMENT_ENTITIES.search(text):
-        raise Unreadable("nvidia-smi printed something else than its log")
+        raise Unreadable("nvidia-smi printed something other than its XML log")
     try:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
@@ -287,12 +287,14 @@ def _output(command: Sequence[str]) -> str:
             command, capture_output=True, text=True, errors="replace", timeout=_DEADLINE, check=False
         )
     except FileNotFoundError:
-        raise Unreadable(f"there is no {command[0]} here") from None
+        raise Unreadable(f"{command[0]} is not installed") from None
     except subprocess.TimeoutExpired:
-        raise Unreadable(f"{command[0]} gave no answer within {_DEADLINE:.0f} s") from None
+        raise Unreadable(f"{command[0]} did not answer within {_DEADLINE:.0f} s") from None
     except OSError as error:
         raise Unreadable(f"{command[0]} cannot be run: {error.strerror}") from None
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines()
-        raise Unreadable(f"{command[0]} failed with {done.returncode}: {said[0] if said else 'no message'}")
+        raise Unreadable(
+            f"{command[0]} failed with status {done.returncode}: {said[0] if said else 'no message'}"
+        )
     return done.stdout

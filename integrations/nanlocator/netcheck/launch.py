@@ -55,9 +55,9 @@ def launch(options: argparse.Namespace, check: Callable[[], int]) -> int:
         # The launcher's errors: an address that cannot be bound, hosts that did not arrive.
         except Exception as error:
             print(
-                f"netcheck: this host's launcher did not start its ranks: {first_line(error)}. Is every host "
-                "started, and does each reach the address given? (A host whose own name the others cannot "
-                "look up wants --local-addr.)",
+                f"netcheck: this host's launcher did not start its ranks: {first_line(error)}. Has every "
+                "host been started, and can each reach the given address? (If the others cannot resolve a "
+                "host's name, give its address there: --local-addr.)",
                 file=sys.stderr,
             )
             return 1

@@ -26,7 +26,7 @@ def groups(world: int, *, tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1) ->
     sizes = {"world": world, "tp": tp, "cp": cp, "ep": ep, "pp": pp}
     for name, size in sizes.items():
         if size < 1:
-            raise UsageError(f"{name} is {size}; a parallel size is 1 or more")
+            raise UsageError(f"{name} is {size}; expected 1 or more")
     _require_division(world, {"tp": tp, "cp": cp, "pp": pp}, "the dense layers")
     _require_division(world, {"tp": tp, "ep": ep, "pp": pp}, "the experts")
     dense = {"tp": tp, "cp": cp, "dp": world // (tp * cp * pp), "pp": pp}
@@ -44,7 +44,7 @@ def _require_division(world: int, sizes: dict[str, int], whose: str) -> None:
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     raise UsageError(
         f"{world} ranks cannot be laid out: {whose} need {product} = {need} ranks or a multiple of that. "
-        "Start as many ranks as the training has, or give sizes that divide their number."
+        "Start as many ranks as the training has, or give sizes that divide their number"
     )
 
 

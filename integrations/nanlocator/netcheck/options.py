@@ -19,7 +19,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = _C.parse_netcheck(sys.argv[1:] if arguments is None else arguments)
     try:
         if bool(options.inject) != (options.rank is not None):
-            raise UsageError("--inject and --rank go together: --inject corrupt --rank 5")
+            raise UsageError("--inject and --rank must be given together, such as --inject corrupt --rank 5")
         options.max_bytes = _bytes(options.max_bytes or ("64K" if options.quick else "64M"))
         options.dtypes = _dtypes(options.dtypes or ",".join(DTYPES[:2] if options.quick else DTYPES))
         options.nproc_per_node = ranks_of_host(options.nproc_per_node) if options.nproc_per_node else None
@@ -33,10 +33,11 @@ def check_ranks(options: argparse.Namespace, world_size: int) -> None:
     """Raises UsageError if there are too few ranks, or the drill's rank does not exist."""
     if world_size < 2:
         raise UsageError(
-            "a single rank has no peer to talk to. Start at least two: nanlocator netcheck --nproc-per-node 2"
+            "a single rank has no peer to communicate with. Start two or more: nanlocator netcheck "
+            "--nproc-per-node 2"
         )
     if options.rank is not None and not 0 <= options.rank < world_size:
-        raise UsageError(f"--rank {options.rank}: there are ranks 0 to {world_size - 1}")
+        raise UsageError(f"--rank {options.rank}: expected 0 to {world_size - 1}")
 
 
 def check_place(options: argparse.Namespace, groups: list[Group]) -> None:
@@ -44,9 +45,11 @@ def check_place(options: argparse.Namespace, groups: list[Group]) -> None:
     names = [f"{group.name}[{','.join(map(str, group.ranks))}]" for group in groups]
     known = ["WORLD", *STAGES, *COLLECTIVES, *names]
     if options.at and options.at not in known:
-        raise UsageError(f"--at {options.at}: there is no such step. There are {', '.join(known)}")
+        raise UsageError(f"--at {options.at}: no such step; expected one of {', '.join(known)}")
     if options.moment == "inside" and options.at in ("facts", "device"):
-        raise UsageError(f"--at {options.at}: each rank works alone there; --moment is before or after")
+        raise UsageError(
+            f"--at {options.at}: each rank works alone there, so --moment must be before or after"
+        )
 
 
 def _bytes(text: str) -> int:

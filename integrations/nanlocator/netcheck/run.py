@@ -58,9 +58,9 @@ def _check_rank(options: argparse.Namespace) -> int:
         store, _, _ = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_START_SECONDS)))
     except (dist.DistError, OSError) as error:
         print(
-            f"netcheck: rank {os.environ['RANK']} on host {socket.gethostname()} did not meet the others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {first_line(error)}. Does every host "
-            "resolve and reach that address, and has every rank been started?",
+            f"netcheck: rank {os.environ['RANK']} on host {socket.gethostname()} could not meet the others "
+            f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {first_line(error)}. Can every "
+            "host resolve and reach that address, and has every rank been started?",
             file=sys.stderr,
         )
         return 1
@@ -73,16 +73,18 @@ def _launch(options: argparse.Namespace) -> int:
     try:
         if options.nproc_per_node is None:
             raise _C.UsageError(
-                "how many ranks? One for each GPU of this host:\n"
+                "the number of ranks is missing. One for each GPU of this host:\n"
                 "  nanlocator netcheck --nproc-per-node 8\n"
-                "over several hosts also --nnodes and --rdzv-endpoint, or start it under torchrun (torchrun "
-                "--nproc-per-node 8 -m nanlocator.netcheck), or with the script for SLURM that nanlocator "
-                "netcheck --slurm-template prints"
+                "For several hosts, add --nnodes and --rdzv-endpoint, or start it under torchrun (torchrun "
+                "--nproc-per-node 8 -m nanlocator.netcheck), or use the SLURM script of nanlocator netcheck "
+                "--slurm-template"
             )
         if options.nproc_per_node < 1:
-            raise _C.UsageError(f"--nproc-per-node {options.nproc_per_node}: at least one rank of each host")
+            raise _C.UsageError(
+                f"--nproc-per-node {options.nproc_per_node}: expected 1 or more ranks per host"
+            )
         if options.nnodes and not options.nnodes.isdigit():
-            raise _C.UsageError(f"--nnodes {options.nnodes}: the number of hosts that the training has")
+            raise _C.UsageError(f"--nnodes {options.nnodes}: expected the number of hosts")
         world_size = options.nproc_per_node * int(options.nnodes or 1)
         check_ranks(options, world_size)
         check_place(options, _groups(options, world_size))
@@ -101,8 +103,8 @@ def _require_launcher() -> None:
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
         raise _C.UsageError(
-            f"RANK is set, but {', '.join(missing)} not: a launcher sets all of them; where none is set, "
-            "nanlocator netcheck --nproc-per-node 8 starts the ranks"
+            f"RANK is set, but not {', '.join(missing)}. Use a launcher that sets them all, such as "
+            "torchrun, or unset RANK and let nanlocator netcheck --nproc-per-node 8 start the ranks"
         )
 
 
@@ -111,7 +113,7 @@ def _choose_backend(options: argparse.Namespace) -> None:
     if options.backend not in dist.Backend.backend_list or not dist.is_backend_available(options.backend):
         raise _C.UsageError(
             f"--backend {options.backend}: this torch ({torch.__version__}) does not have it; "
-            "--backend gloo checks the CPUs and their network"
+            "use --backend gloo to check the CPUs and their network"
         )
 
 
@@ -121,8 +123,8 @@ def _choose_device(options: argparse.Namespace) -> torch.device:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count():
         raise _C.UsageError(
-            f"--backend {options.backend} needs a GPU for each rank of a host, and local rank {local_rank} "
-            f"has none: {torch.cuda.device_count()} visible. Start fewer ranks, or use --backend gloo"
+            f"--backend {options.backend} needs a GPU for each rank of a host, but local rank {local_rank} "
+            f"has none ({torch.cuda.device_count()} are visible). Start fewer ranks, or use --backend gloo"
         )
     return torch.device("cuda", local_rank)
 

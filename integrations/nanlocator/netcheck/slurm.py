@@ -8,19 +8,19 @@ _TEMPLATE = """\
 #!/bin/bash
 # nanlocator netcheck on the nodes of a job. Fill in the lines marked with <==, then: sbatch THIS_FILE
 #SBATCH --job-name=netcheck
-#SBATCH --nodes=2                 # <== as many as the training has
+#SBATCH --nodes=2                 # <== as many as the training uses
 #SBATCH --ntasks-per-node=1       # one launcher per node; it starts one rank per GPU
 #SBATCH --gpus-per-node=8         # <== GPUs of one node
 #SBATCH --cpus-per-task=64        # <== cores of one node
 #SBATCH --exclusive
 #SBATCH --time=00:10:00
 #SBATCH --output=netcheck-%j.log
-# #SBATCH --partition=...         # <== where your site wants them
+# #SBATCH --partition=...         # <== if your site requires them
 # #SBATCH --account=...
 
 set -euo pipefail
 
-# <== what the training's script does before it starts Python: modules, environment, NCCL_* variables.
+# <== whatever the training script does before it starts Python: modules, environment, NCCL_* variables.
 # source /path/to/venv/bin/activate
 # export NCCL_SOCKET_IFNAME=...
 
@@ -28,7 +28,7 @@ ranks_per_node=${SLURM_GPUS_ON_NODE:-8}
 first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((29400 + SLURM_JOB_ID % 10000))
 
-# Exit status: 0 all is right, 1 something was found (the verdict names hosts to exclude), 2 wrong use.
+# Exit status: 0 healthy, 1 findings (the verdict names the hosts to exclude), 2 wrong use.
 srun --kill-on-bad-exit=0 python -m nanlocator.netcheck \\
   --nnodes "$SLURM_JOB_NUM_NODES" \\
   --nproc-per-node "$ranks_per_node" \\

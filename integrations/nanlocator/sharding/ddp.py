@@ -71,7 +71,7 @@ class LocalGradients:
             return
         module = self._module_of(number)
         if module is None:
-            self._scans.say_uncovered("gradients before the program reduces them over its ranks")
+            self._scans.say_uncovered("gradients before the program itself reduces them across ranks")
             return
         if not self._scans.are_on("DistributedDataParallel"):
             return

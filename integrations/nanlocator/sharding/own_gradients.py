@@ -65,7 +65,9 @@ class LocalScans:
         driver = self._driver()
         if driver is not None and driver.is_in_pass:
             return True
-        self.say_uncovered(f"gradients before {framework} reduces them: step() gets no closure")
+        self.say_uncovered(
+            f"gradients before {framework} reduces them, because step() is called without a closure"
+        )
         return False
 
     def scan(self, group: int, gradients: list[tuple[int, torch.Tensor]]) -> None:

@@ -113,8 +113,8 @@ def coordinates_of(
     known = [axis for axis in axes if axis is not None]
     if known != axes or place is None:
         return plain, (
-            f"where a rank stands in the mesh {_described(root)}: its dimensions' names are not known, and "
-            "each rank is taken for a data-parallel one"
+            f"where a rank stands in the mesh {_described(root)} (its dimension names are unknown, so every "
+            "rank counts as data-parallel)"
         )
     coordinates = _C.data_parallel_coordinates(rank, world)
     coordinates.dp = _C.AxisCoordinate(0, 1)

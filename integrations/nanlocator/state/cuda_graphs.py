@@ -84,8 +84,8 @@ class OwnReplays:
         if is_own or _depth > 0:
             self.places.add(place)
             self._say(
-                f"A CUDA graph is replayed at {place[0]}:{place[1]}, in re-runs, too: no operator inside of "
-                "it is seen, and what it makes bad looks as if it had been bad before."
+                f"A CUDA graph is replayed at {place[0]}:{place[1]}, in re-runs, too: operators inside it "
+                "are not seen, and bad values that it produces look as if they had been bad before."
             )
 
 
@@ -103,10 +103,10 @@ class ReplayedGraphs:
         number = sum(any(True for _ in _graphs_of(module)) for module in _modules_of(self._models))
         if number:
             modules = "1 module" if number == 1 else f"{number} modules"
-            raise RuntimeError(f"{modules} ran from them, and by operators in the re-run")
+            raise RuntimeError(f"{modules} ran from them, but operator by operator in the re-run")
         if self._own is not None and self._own.places:
             places = ", ".join(f"{file}:{line}" for file, line in sorted(self._own.places))
-            raise RuntimeError(f"what the replay at {places} has written is there again in the re-run")
+            raise RuntimeError(f"memory written by the replay at {places} keeps its content in the re-run")
 
 
 def _modules_of(models: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -115,7 +115,7 @@ class ModuleAttributes:
             self._moved = [f"'{name}' is an iterator" for name in self._iterators()]
         elif self._restored == 2:
             self._moved += [
-                f"{_shown(kept.path, kept.name)} was set in the step, and is not in its re-run"
+                f"{_shown(kept.path, kept.name)} was set during the step, but is not in its re-run"
                 for kept in self._kept
                 if kept.is_mode and kept.was_set_by_program
             ]

@@ -90,7 +90,7 @@ class Fp8Scales:
         known = {id(tensor) for tensor in self._tensors}
         now = self._listed()
         if not known <= {id(tensor) for tensor in now}:
-            raise RuntimeError("TransformerEngine has replaced scales or histories during the step")
+            raise RuntimeError("TransformerEngine replaced scales or histories during the step")
         if self._tensors:
             torch._foreach_copy_(self._tensors, self._copies)
         for tensor in now:  # a tensor made in this step gets DelayedScalingRecipeState's initial values

@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     elif importlib.util.find_spec("nanlocator.debugger") is None:
         raise ImportError(
-            f"nanlocator was built without its debugger, which has {name}: NANLOCATOR_DEBUGGER=OFF"
+            f"{name} needs nanlocator's debugger: rebuild nanlocator without NANLOCATOR_DEBUGGER=OFF"
         )
     else:
         module = importlib.import_module(f"nanlocator.debugger.{_DEBUGGER[name]}")

@@ -39,7 +39,7 @@ try:
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
     raise ImportError(
-        f"NanLocatorCallback works with transformers' Trainer, which cannot be imported ({error}): "
+        f"NanLocatorCallback needs transformers' Trainer, which cannot be imported ({error}): "
         "pip install transformers accelerate"
     ) from error
 
@@ -98,8 +98,8 @@ class NanLocatorCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._trainer is None:
             raise _C.UsageError(
-                "NanLocatorCallback follows transformers.Trainer.train, and this trainer has a train() of "
-                "its own that does not call it: use nanlocator.LocatingOptimizer in its loop"
+                "NanLocatorCallback follows transformers.Trainer.train, but this trainer's own train() does "
+                "not call it: use nanlocator.LocatingOptimizer in its loop"
             )
         _check(self._trainer)
         self._end()
@@ -128,7 +128,7 @@ class NanLocatorCallback(TrainerCallback):
     def _following(self, trainer: Trainer) -> Iterator[None]:
         if self._trainer is not None:
             raise _C.UsageError(
-                "this NanLocatorCallback follows a train() already: give each Trainer its own"
+                "this NanLocatorCallback already follows a running train(): give each Trainer its own"
             )
         self._trainer = trainer
         try:
@@ -156,24 +156,24 @@ def _check(trainer: Trainer) -> None:
     kind = trainer.accelerator.distributed_type.value
     if kind == "DEEPSPEED":
         raise _C.UsageError(
-            "NanLocatorCallback does not see what DeepSpeed does with gradients: leave it out, and start the "
-            "script with NANLOCATOR=1 or python -m nanlocator, which attaches nanlocator.deepspeed by itself"
+            "NanLocatorCallback cannot see what DeepSpeed does with gradients: remove it, and start the "
+            "script with NANLOCATOR=1 or python -m nanlocator, which installs nanlocator.deepspeed"
         )
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise _C.UsageError(
             f"NanLocatorCallback scans parameter.grad, which {kind} keeps elsewhere or in shards; it "
-            "works with one process and with DistributedDataParallel"
+            "works only with one process and with DistributedDataParallel"
         )
     if trainer.args.n_gpu > 1:
         raise _C.UsageError(
-            "NanLocatorCallback does not follow DataParallel, which copies the model in every forward: start "
-            "the script with torchrun, for DistributedDataParallel"
+            "NanLocatorCallback does not support DataParallel, which copies the model in every forward: "
+            "start the script with torchrun to get DistributedDataParallel"
         )
     name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
     if "lomo" in name or "layerwise" in name:
         raise _C.UsageError(
-            f"optim={name!r} updates weights during backward, so that a bad step can neither be stopped nor "
-            "executed again; use another optimizer to look for the NaN"
+            f"optim={name!r} updates weights during backward, so a bad step can be neither stopped nor "
+            "re-run; use another optimizer to look for the NaN"
         )
 
 
@@ -237,7 +237,7 @@ def _innermost(optimizer: Optimizer) -> Optimizer:
         optimizer = optimizer.optimizer
     if isinstance(optimizer, LocatingOptimizer):
         raise _C.UsageError(
-            "this Trainer's optimizer is a LocatingOptimizer: give it the optimizer itself, "
-            "NanLocatorCallback does the scanning"
+            "this Trainer's optimizer is a LocatingOptimizer: pass the optimizer inside it (.inner), because "
+            "NanLocatorCallback does the scans"
         )
     return optimizer
