@@ -286,6 +286,7 @@ def test_a_start_without_a_number_of_ranks_says_what_to_type():
     assert code == 2
     assert "nanlocator netcheck --nproc-per-node 8" in said
     assert "torchrun --nproc-per-node 8 -m nanlocator.netcheck" in said
+    assert said.endswith("; see nanlocator netcheck --help\n")
 
 
 def test_half_of_a_launchers_environment_says_what_is_missing():

@@ -174,8 +174,10 @@ def test_options_stand_before_the_script_and_reach_it_as_variables(script):
 
 
 @pytest.mark.parametrize("arguments", [[], ["nothing.py"], ["--on-bad", "shout", "train.py"]])
-def test_wrong_use_exits_with_2(script, arguments):
-    assert run("-m", "nanlocator", *arguments).returncode == 2
+def test_wrong_use_exits_with_2_and_one_line(script, arguments):
+    done = run("-m", "nanlocator", *arguments)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.endswith("; see python -m nanlocator --help\n")
 
 
 def test_help_has_examples():

@@ -44,7 +44,9 @@ def test_a_row_is_an_argument_and_a_variable_that_fill_the_field_of_the_engine(i
     assert resolve_options({}, "megatron").patience == 7
     with pytest.raises(TypeError, match="unexpected option 'patience'"):
         resolve_options({"patience": 4}, "megatron")
-    with pytest.raises(nanlocator.UsageError, match="patience='soon' cannot be read"):
+    with pytest.raises(
+        nanlocator.UsageError, match="patience='soon' cannot be read: expected a whole number"
+    ):
         resolve_options({"patience": "soon"}, "watch")
 
 
@@ -57,7 +59,7 @@ def test_a_row_is_a_flag_of_the_launchers_of_its_integrations(imaginary, monkeyp
     assert "patience" not in launcher.make_parser("prog", "", "", "megatron").format_help()
     with pytest.raises(SystemExit):
         parser.parse_args(["--patience", "soon"])
-    assert "argument --patience: 'soon': " in capsys.readouterr().err
+    assert "argument --patience: 'soon': expected a whole number" in capsys.readouterr().err
 
 
 def test_a_row_is_a_row_of_the_documents(imaginary):

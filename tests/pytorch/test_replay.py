@@ -197,6 +197,7 @@ def test_the_command_refuses_wrong_use_with_2(bundles: dict[str, Path], tmp_path
 def test_the_command_takes_what_only_python_can_obey_to_python(bundles: dict[str, Path]) -> None:
     refused = program(bundles["aten::log"], "--reference", "math:log")
     assert refused.returncode == 2 and "only a kernel can be compared with" in refused.stderr
+    assert refused.stderr.endswith("; see nanlocator replay --help\n")
     assert program(bundles["aten::log"], "--trust").returncode == 1
     alone = subprocess.run(
         [BIN / "nanlocator-replay", bundles["aten::log"], "--trust"], capture_output=True, text=True

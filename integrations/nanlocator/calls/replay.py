@@ -20,11 +20,13 @@ from nanlocator.calls.module_calls import tensors_in
 from nanlocator.calls.operator_registration import register
 from nanlocator.calls.pickled_modules import unpickled
 
+_REPEATS: int = _C.parse_replay(["BUNDLE"]).repeats  # the command's default
+
 
 def run(
     bundle: str | os.PathLike[str],
     device: str | None = None,
-    repeats: int = 3,
+    repeats: int = _REPEATS,
     other_devices: bool = True,
     reference: Callable[..., Any] | None = None,
     trust: bool = False,
@@ -273,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
         if _C.has_kernel_call(Path(options.bundle)):
             return _replay_kernel(options)
         if options.reference:
-            raise _no_reference(options.bundle)
+            raise _C.UsageError(f"{_no_reference(options.bundle)}; see nanlocator replay --help")
         report = _report(
             options.bundle,
             options.device,
@@ -336,7 +338,7 @@ def _sentence(change: dict[str, str | None]) -> str:
 def _function_named(path: str) -> Callable[..., Any]:
     module, colon, name = path.partition(":")
     if not colon:
-        raise _C.UsageError(f"--reference {path}: expected MODULE:FUNCTION")
+        raise _C.UsageError(f"--reference {path}: expected MODULE:FUNCTION; see nanlocator replay --help")
     here = os.getcwd()
     sys.path.append(here)  # for the caller's own module; last, so that it shadows no module of Python
     try:

@@ -6,15 +6,21 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from nanlocator import _C
 from nanlocator.engine.endings import record_for_torchrun
 from nanlocator.engine.options import Kind, flag_of, rows, variable_of
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as the C++ commands print it; argparse's usage would be 20."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def make_parser(prog: str, description: str, examples: str, integration: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description=description,
         epilog=examples,

@@ -6,6 +6,7 @@ default (nanlocator/step/locator_options.hpp). Its ``Option`` has the rest. ``to
 the table in docs/options.md from the rows.
 """
 
+import contextlib
 import datetime
 import os
 from collections.abc import Callable, Mapping
@@ -50,15 +51,17 @@ def _rerun(value: Any) -> str:
 
 
 def _seconds(value: Any) -> datetime.timedelta:
-    if not 0 < float(value) < 86_400:
-        raise ValueError("expected seconds between 0 and 86400")
-    return datetime.timedelta(seconds=float(value))
+    with contextlib.suppress(TypeError, ValueError):
+        if 0 < float(value) < 86_400:
+            return datetime.timedelta(seconds=float(value))
+    raise ValueError("expected seconds between 0 and 86400")
 
 
 def _count(value: Any) -> int:
-    if int(value) < 0:
-        raise ValueError("expected a whole number, 0 or more")
-    return int(value)
+    with contextlib.suppress(TypeError, ValueError):
+        if int(value) >= 0:
+            return int(value)
+    raise ValueError("expected a whole number, 0 or more")
 
 
 _RERUNS = {"on_bad": "on", "never": "off", "always": "always"}

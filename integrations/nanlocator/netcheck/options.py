@@ -24,9 +24,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.dtypes = _dtypes(options.dtypes or ",".join(DTYPES[:2] if options.quick else DTYPES))
         options.nproc_per_node = ranks_of_host(options.nproc_per_node) if options.nproc_per_node else None
     except UsageError as error:
-        print(f"nanlocator: {error}; see nanlocator netcheck --help", file=sys.stderr)
+        report_wrong_use(error)
         sys.exit(2)
     return options
+
+
+def report_wrong_use(error: UsageError) -> None:
+    print(f"nanlocator: {error}; see nanlocator netcheck --help", file=sys.stderr, flush=True)
 
 
 def check_ranks(options: argparse.Namespace, world_size: int) -> None:

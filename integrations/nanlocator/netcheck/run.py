@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nanlocator import _C
 from nanlocator.engine.endings import first_line, is_failure_of_peers
 from nanlocator.netcheck import facts, launch, layout, slurm
-from nanlocator.netcheck.options import check_place, check_ranks, parse
+from nanlocator.netcheck.options import check_place, check_ranks, parse, report_wrong_use
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _QUICK_MEMORY_SECONDS = 0.5
@@ -50,7 +50,7 @@ def _check_rank(options: argparse.Namespace) -> int:
         device = _choose_device(options)
     except _C.UsageError as error:
         if os.environ["RANK"] == "0":
-            print(f"netcheck: {error}", file=sys.stderr, flush=True)
+            report_wrong_use(error)
         else:
             time.sleep(_UNTIL_TOLD_SECONDS)
         return 2
@@ -90,7 +90,7 @@ def _launch(options: argparse.Namespace) -> int:
         check_place(options, _groups(options, world_size))
         _choose_backend(options)
     except _C.UsageError as error:
-        print(f"netcheck: {error}", file=sys.stderr)
+        report_wrong_use(error)
         return 2
     return launch.launch(options, functools.partial(_check_rank, options))
 
