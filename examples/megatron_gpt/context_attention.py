@@ -6,8 +6,8 @@ ranks. Its three ways to exchange them are those of TransformerEngine (attention
 context_parallel.py, cp_comm_type):
 
     all_gather  keys and values are gathered; their gradients are reduce-scattered
-    a2a         heads are scattered and tokens gathered, before; the other way round after (Ulysses)
-    p2p         blocks of keys and values go round a ring; partial results are merged by their log-sum-exps
+    a2a         heads are scattered and tokens gathered; afterwards the reverse (Ulysses)
+    p2p         blocks of keys and values travel in a ring; partial results are merged by their log-sum-exps
 
 Everything else is plain autograd, so every operator of it is one of PyTorch's.
 """

@@ -39,11 +39,11 @@ FAULTS: dict[str, type[Fault]] = {}
 def make_fault(name: str, **options) -> Fault:
     """`make_fault("bad_weight", rank=3, element=7)`. Raises ValueError, which lists valid names or fields."""
     if name not in FAULTS:
-        raise ValueError(f"no fault is called {name!r}; there are: {', '.join(FAULTS)}")
+        raise ValueError(f"unknown fault {name!r}; expected one of {', '.join(FAULTS)}")
     fields = {field.name for field in dataclasses.fields(FAULTS[name])}
     unknown = set(options) - fields
     if unknown:
-        raise ValueError(f"{name} has no {', '.join(sorted(unknown))}; it has: {', '.join(sorted(fields))}")
+        raise ValueError(f"{name} has no {', '.join(sorted(unknown))}, only {', '.join(sorted(fields))}")
     return FAULTS[name](**options)
 
 
@@ -497,8 +497,8 @@ class _OfAKind(_InRegion):
 class ForwardOperator(_OfAKind):
     name = "forward_operator"
     description = (
-        "an operator in forward, kind: log (of a negative number), log_zero, softmax (of a row that is "
-        "masked altogether), exp (overflow)"
+        "an operator in forward, kind: log (of a negative number), log_zero, softmax (of a fully masked "
+        "row), exp (overflow)"
     )
     phase: ClassVar[str] = "forward"
     operators: ClassVar[dict[str, str]] = {
@@ -530,7 +530,7 @@ class BackwardOperator(_OfAKind):
     name = "backward_operator"
     description = (
         "a value born in backward, kind: sqrt (its derivative at an exact zero, 0/0), function (0/0 in the "
-        "backward of a custom autograd Function), opaque_function (there too, but off the dispatcher)"
+        "backward of a custom autograd Function), opaque_function (the same, outside the dispatcher)"
     )
     phase: ClassVar[str] = "backward"
     operators: ClassVar[dict[str, str]] = {
@@ -575,7 +575,7 @@ class ActivationElement(_InRegion):
     name = "activation_element"
     description = (
         "one element of an operator's output is overwritten in memory, once, inside a tensor-parallel "
-        "region: the all-reduce that follows spreads it to the ranks that did nothing"
+        "region: the following all-reduce spreads it to innocent ranks"
     )
     phase: ClassVar[str] = "forward"
 
@@ -789,7 +789,7 @@ class ContextParallelTransfer(_InPass):
 @dataclasses.dataclass
 class ExpertWithoutTokens(_InPass):
     name = "expert_without_tokens"
-    description = "no router sends a token of one microbatch to one expert: healthy, nothing may be found"
+    description = "no router sends a token of one microbatch to one expert: healthy, so no finding is allowed"
 
     repeats: int | None = None
     layer: int = 1
@@ -862,7 +862,7 @@ class ExpertZeroOverZero(ExpertWithoutTokens):
     name = "expert_zero_over_zero"
     description = (
         "an expert without tokens whose rank divides the sum over its tokens by their number, 0/0, and adds "
-        "the mean to what the rank's other experts put out"
+        "the mean to the output of the rank's other experts"
     )
 
     def attach(self, trainer: Trainer) -> None:
@@ -871,7 +871,7 @@ class ExpertZeroOverZero(ExpertWithoutTokens):
         if self.rank == dist.get_rank() and (
             self.expert not in mlp.local_expert_indices or mlp.num_local_experts < 2
         ):
-            raise ValueError(f"{self.name}: this rank has not got expert {self.expert} and another one")
+            raise ValueError(f"{self.name}: this rank does not hold expert {self.expert} and another one")
 
     def _watch_the_expert(self, trainer: Trainer, mlp: MoELayer) -> None:
         if self.rank == dist.get_rank():
@@ -905,13 +905,13 @@ class LossZeroOverZero(_OnSamples):
     name = "loss_zero_over_zero"
     description = (
         "a microbatch without a single valid label on the data-parallel replica of `rank`: loss 0/0; with "
-        "context parallelism on its rank of these alone: 0/0 where the loss is the mean over its own tokens, "
-        "and healthy where it is over those of all ranks"
+        "context parallelism, on this rank alone: 0/0 if the loss is the mean over its own tokens, healthy "
+        "if it is the mean over those of all ranks"
     )
 
     def attach(self, trainer: Trainer) -> None:
         if trainer.config.loss_counts_tokens:
-            raise ValueError(f"{self.name}: with loss_counts_tokens Megatron divides, by one label at least")
+            raise ValueError(f"{self.name}: with loss_counts_tokens Megatron divides by at least one label")
         inner = trainer.draw_batch
 
         def draw_batch(iteration: int, microbatch: int) -> dict:
@@ -954,7 +954,7 @@ class PaddingTimesZero(_OnSamples):
 class VocabularyParallelSum(_InPass):
     name = "vocabulary_parallel_sum"
     description = (
-        "one element of the sum of exponentials that the vocabulary-parallel cross-entropy adds up over the "
+        "one element of the sum of exponentials that the vocabulary-parallel cross-entropy reduces over the "
         "tensor-parallel ranks is overwritten on one rank when the collective is complete; zero: log(0)"
     )
 
@@ -967,7 +967,7 @@ class VocabularyParallelSum(_InPass):
 
     def attach(self, trainer: Trainer) -> None:
         if trainer.config.tp == 1:
-            raise ValueError(f"{self.name}: nothing is added up without tensor parallelism")
+            raise ValueError(f"{self.name}: nothing is summed without tensor parallelism")
         for chunk in trainer.model_chunks:
             model = chunk
             while hasattr(model, "module"):  # Megatron's unwrap_model is in its core from 0.14 on only
@@ -1023,7 +1023,7 @@ class BadWeight(_OnOwner):
     name = "bad_weight"
     description = (
         "one element of a weight is overwritten before the iteration's first forward (and before "
-        "overlap_param_gather hands it to the data-parallel peers)"
+        "overlap_param_gather sends it to the data-parallel peers)"
     )
 
     element: int = 11
@@ -1064,7 +1064,7 @@ class LargeGradients(_InPass):
 @dataclasses.dataclass
 class LearningRate(Fault):
     name = "learning_rate"
-    description = "from the iteration on the learning rate of all ranks is multiplied at every step"
+    description = "from this iteration on, the learning rate of all ranks is multiplied at every step"
 
     factor: float = 30.0
     steps: int | None = None  # how often; default: until the end
@@ -1089,8 +1089,8 @@ class LearningRate(Fault):
 class FreedMemoryIsNan(Fault):
     name = "freed_memory_is_nan"
     description = (
-        "harmless in itself, on all ranks and from the start: glibc fills freed memory with ones, a NaN, so "
-        "that whoever reads it (pipeline sends of deallocated outputs with overlap_p2p_comm) is found out"
+        "harmless in itself, on all ranks from the start: glibc fills freed memory with ones (a NaN), which "
+        "exposes code that reads it (pipeline sends of deallocated outputs with overlap_p2p_comm)"
     )
 
     def concerns(self, trainer: Trainer) -> bool:

@@ -1,7 +1,7 @@
 """Runs scenarios one after another, each in freshly forked processes.
 
-    python tests/megatron/run_scenarios.py scenarios.json --output DIR     a JSON list of Scenario fields
-    python tests/megatron/run_scenarios.py --serve                         requests on stdin (see launch.py)
+    python examples/megatron_gpt/run_scenarios.py scenarios.json --output DIR   a JSON list of Scenario fields
+    python examples/megatron_gpt/run_scenarios.py --serve                       requests on stdin (launch.py)
 
 Importing torch and Megatron-Core costs each process 3 s of CPU: 20 s until 8 ranks train on 2 cores. Here
 it is paid once: this process imports, starts no thread and touches no process group; each scenario's ranks
@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true")
     arguments = parser.parse_args()
     if arguments.serve == (arguments.scenarios is not None):
-        parser.error("give a file of scenarios or --serve")
+        parser.error("give either a file of scenarios or --serve")
     standard_library_bytes()  # read once, shared by all ranks
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:

@@ -76,7 +76,7 @@ def _parse_arguments() -> argparse.Namespace:
     model.add_argument("--rope", action="store_true", help="rotary position embedding")
     model.add_argument("--sequence-parallel", action="store_true")
     model.add_argument("--tied-embeddings", action="store_true")
-    model.add_argument("--num-experts", type=int, help="in all ranks together; default: dense layers")
+    model.add_argument("--num-experts", type=int, help="on all ranks together; default: dense layers")
     model.add_argument("--ep", type=int, default=1)
     model.add_argument("--etp", type=int, help="tensor-parallel ranks of an expert; default: --tp")
     model.add_argument("--token-dispatcher", choices=["alltoall", "allgather"], default="alltoall")

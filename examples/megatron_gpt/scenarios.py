@@ -1,13 +1,12 @@
 """A scenario: one training run with or without nanlocator and faults, and each rank's report of it.
 
-`run_rank` is the whole life of one rank after its process group exists. Except after
-SIGKILL, it always ends by writing `rank{N}.json` into the scenario's directory, even after an exception:
+`run_rank` is the whole life of one rank after its process group exists. Except after SIGKILL, it always ends
+by writing `rank{N}.json` into the scenario's directory, even after an exception:
 
     scenario, coordinates, error (null or {type, text, verdict, report: its text}), records (one per
-    finished step),
-    iteration (the last one begun), fingerprints, non_finite_parameters, parameters ({name: shape}),
-    planted (what the faults did here), seconds ({set_up, train}); with nanlocator also verdicts, dismissed
-    and run_dir, as the locator gives them
+    finished step), iteration (the last one begun), fingerprints, non_finite_parameters,
+    parameters ({name: shape}), planted (what the faults did here), seconds ({set_up, train}); with
+    nanlocator also verdicts, dismissed and run_dir, as the locator gives them
 
 Rank 0 also appends each finished step to `progress.jsonl`. Floats are Python's: NaN and Infinity occur.
 """
