@@ -23,6 +23,7 @@ from nanlocator.calls.modules import ModuleHooks, ModuleObserver, local_part
 from nanlocator.engine.connection import RankConnection
 from nanlocator.engine.endings import abort_collectives, first_line, is_failure_of_peers, raise_for
 from nanlocator.engine.errors import NonFiniteGradientError
+from nanlocator.engine.tracebacks import CleanTracebacks
 from nanlocator.exchange import stream_sanitizer
 from nanlocator.exchange.boundaries import Boundaries
 from nanlocator.exchange.transfers import SerialisedTransfers, ShownTransfers
@@ -235,7 +236,7 @@ class Driver(_EngineDriver):
         self.add_state("the modules' attributes", self._attributes)
         self._scanning = contextlib.ExitStack()  # watches crossings during a pass
         self._step_pass: Callable[[], Pass | None] = lambda: None
-        self._watch_hooks: list[ModuleHooks | OwnReplays] = [own_replays]
+        self._watch_hooks: list[ModuleHooks | OwnReplays | CleanTracebacks] = [own_replays, CleanTracebacks()]
         self._trace_hooks: list[TraceHooks] = []
         # A driver that is dropped without `remove` leaves no hook behind.
         weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks)

@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from nanlocator import _C
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.this_rank import is_distributed
+from nanlocator.engine.tracebacks import stack_of_program
 
 
 def ending_error() -> BaseException | None:
@@ -43,15 +44,16 @@ def first_line(error: BaseException) -> str:
 def raise_for(verdict: dict[str, Any], run_dir: str) -> NoReturn:
     """Ends a run under policy ``stop``, on every rank. With several ranks the error's text is the headline:
     rank 0 has printed the full text, and every rank prints a traceback."""
-    error = whole = NonFiniteGradientError(_C.format_verdict(json.dumps(verdict), run_dir), verdict)
-    if is_distributed():
-        text = f"{_headline(str(whole))}\nRank 0 printed the verdict; it is also in {run_dir}/verdict.json"
-        error = NonFiniteGradientError(text, verdict)
+    text = _C.format_verdict(json.dumps(verdict), run_dir)
+    where = "Rank 0 printed the verdict" if is_distributed() else "The verdict is printed above"
+    printed = f"{_headline(text)}\n{where}; it is also in {run_dir}/verdict.json"
+    error = NonFiniteGradientError(printed if is_distributed() else text, verdict, printed)
     try:
         raise error
     except NonFiniteGradientError:
-        record_for_torchrun(whole)
-        raise
+        error.__traceback__ = stack_of_program()  # for the record
+        record_for_torchrun(NonFiniteGradientError(text, verdict))
+    raise error.with_traceback(None)
 
 
 def _headline(text: str) -> str:

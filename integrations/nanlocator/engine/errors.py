@@ -9,14 +9,19 @@ class NonFiniteGradientError(Error):
     """Raised on every rank under ``on_bad="stop"``, before a weight has moved.
 
     ``verdict`` is the content of verdict.json as a dictionary (docs/formats.md); ``str(error)`` is its text.
+    If the error ends the program, ``printed`` is below the traceback instead: the verdict is above it.
     """
 
-    def __init__(self, text: str, verdict: dict[str, Any]) -> None:
+    def __init__(self, text: str, verdict: dict[str, Any], printed: str = "") -> None:
         super().__init__(text)
         self.verdict = verdict
+        self.printed = printed or text
 
     def __reduce__(self) -> tuple[Any, ...]:  # crosses process boundaries with its verdict
-        return (type(self), (str(self), self.verdict))
+        return (type(self), (str(self), self.verdict, self.printed))
+
+    def as_printed(self) -> "NonFiniteGradientError":
+        return NonFiniteGradientError(self.printed, self.verdict)
 
 
 NonFiniteGradientError.__module__ = "nanlocator"  # the public name in tracebacks and pickles

@@ -2,15 +2,19 @@
 ``__main__``, with its own arguments, its folder first on the path, its exit code and its traceback."""
 
 import argparse
+import builtins
 import os
 import runpy
 import sys
+import types
 from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
 from typing import Any, NoReturn
 
 from nanlocator import _C
 from nanlocator.engine.endings import record_for_torchrun
 from nanlocator.engine.options import Kind, flag_of, rows, variable_of
+from nanlocator.engine.tracebacks import CleanTracebacks
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,7 +70,16 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     sys.argv = [script, *arguments]
     if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11
         sys.path[0] = os.path.dirname(os.path.abspath(script))  # it was this launcher's folder
-    _recorded(lambda: runpy.run_path(script, run_name="__main__"))
+    _recorded(lambda: _run_as_main(os.path.abspath(script)))
+
+
+def _run_as_main(path: str) -> None:
+    """Like ``python path``: unlike under runpy, ``__file__`` is absolute, and ``sys.argv[0]`` as given."""
+    loader = SourceFileLoader("__main__", path)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=path, __loader__=loader, __builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main  # where pickle and spawned processes look
+    exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), main.__dict__)
 
 
 def run_module(name: str, arguments: Sequence[str]) -> None:
@@ -77,6 +90,7 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
 def _recorded(run: Callable[[], Any]) -> None:
     """Shows the error in torchrun's summary, as torch's decorator ``record`` in the script would. An earlier
     record stays: a verdict says more."""
+    CleanTracebacks()
     try:
         run()
     except Exception as error:

@@ -576,7 +576,12 @@ DEBUGGER = {
     )
     for name in names.split()
 }
-EXCEPT_HOOK = _row("sys", "excepthook", "debugger.ranks", "another rank's finding in the traceback of a rank")
+EXCEPT_HOOK = _row(
+    "sys",
+    "excepthook",
+    "debugger.ranks engine.tracebacks",
+    "another rank's finding in a rank's traceback, and tracebacks without nanlocator's frames",
+)
 LIGHTNING_LOG = {
     module: _row(
         f"{module}:LightningModule",
