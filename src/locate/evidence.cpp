@@ -83,6 +83,11 @@ Status RankEvidence::status(Phase phase, std::size_t position) const {
   return is_covered ? Status::clean : Status::unknown;
 }
 
+std::size_t RankEvidence::scanned_count(Phase phase) const {
+  const auto coverage = std::ranges::find(ledger_->coverage, phase, &Coverage::phase);
+  return coverage != ledger_->coverage.end() ? coverage->parameters.size() : 0;
+}
+
 Status RankEvidence::status(Phase phase, std::string_view name) const {
   const auto position = position_of(name);
   return position ? status(phase, *position) : Status::unknown;

@@ -45,6 +45,8 @@ class RankEvidence {
   /// True if the phase was scanned and the ledger is complete, so that parameters not reported bad
   /// were clean.
   [[nodiscard]] bool scanned(Phase phase) const noexcept;
+  /// The number of parameters that the phase's scan covered.
+  [[nodiscard]] std::size_t scanned_count(Phase phase) const;
   [[nodiscard]] Status status(Phase phase, std::size_t position) const;
   [[nodiscard]] Status status(Phase phase, std::string_view name) const;
   /// The largest finite magnitude of the parameter or its gradient in a phase that has_maxima;

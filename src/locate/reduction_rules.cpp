@@ -43,6 +43,7 @@ class ReductionRules {
 
   void judge_norm() {
     std::set<ParameterKey> without_evidence;
+    std::vector<AfterReduction> found;
     for (const auto& [key, bad] : findings_.in_backward_order(findings_.bad(Phase::grad_norm))) {
       if (findings_.is_bad_in(Phase::grad_local, *key) ||
           findings_.is_bad_in(Phase::grad_reduced, *key)) {
@@ -53,15 +54,47 @@ class ReductionRules {
       });
       if (is_of_bad_reduction(*bad)) continue;
       if (was_clean) {
-        add_norm_origin(*key, *bad);
+        fold(found, {.key = key, .first = bad, .ranks = ranks_of(*bad)});
       } else {
         without_evidence.insert(*key);
       }
     }
+    for (const AfterReduction& each : found) add_norm_origin(each);
     judge_unseen_before(without_evidence, Phase::grad_norm);
   }
 
  private:
+  /// Gradients that became bad between the reduction and the norm, and have one cause.
+  struct AfterReduction {
+    const ParameterKey* key = nullptr;
+    const std::vector<BadOnRank>* first = nullptr;  // in backward order
+    std::set<int> ranks{};
+    std::int64_t parameters = 1;
+  };
+
+  /// Joins gradients that are bad on the same ranks; or on any, where all gradients of these ranks
+  /// are bad, as after a multiplication by a factor that is Inf.
+  void fold(std::vector<AfterReduction>& found, AfterReduction next) const {
+    const auto has_one_cause = [&](const AfterReduction& each) {
+      return each.ranks == next.ranks ||
+             (is_everything_bad(each.ranks) && is_everything_bad(next.ranks));
+    };
+    const auto known = std::ranges::find_if(found, has_one_cause);
+    if (known == found.end()) {
+      found.push_back(std::move(next));
+      return;
+    }
+    known->ranks.merge(next.ranks);
+    ++known->parameters;
+  }
+
+  bool is_everything_bad(const std::set<int>& ranks) const {
+    return std::ranges::all_of(ranks, [&](int each) {
+      const RankEvidence& rank = *findings_.incident().find(each);
+      return rank.bad(Phase::grad_norm).size() == rank.scanned_count(Phase::grad_norm);
+    });
+  }
+
   /// Parameters whose gradients are bad on the same ranks, while other ranks hold clean copies.
   struct OwnCopies {
     const std::vector<BadOnRank>* first = nullptr;  // in backward order
@@ -205,13 +238,14 @@ class ReductionRules {
     return at.dp.size * at.cp.size == 1 && rank.status(Phase::grad_local, name) == Status::clean;
   }
 
-  void add_norm_origin(const ParameterKey& key, const std::vector<BadOnRank>& bad) {
+  void add_norm_origin(const AfterReduction& found) {
     if (findings_.is_full(Phase::grad_norm)) return;
-    const std::set<int> ranks = ranks_of(bad);
+    const std::vector<BadOnRank>& bad = *found.first;
+    const std::set<int>& ranks = found.ranks;
     std::set<int> candidates = ranks;
-    const bool is_shared_further = key.tp == -1 || key.pp == -1;
+    const bool is_shared_further = found.key->tp == -1 || found.key->pp == -1;
     std::set<int> blind;
-    if (is_shared_further) blind = findings_.blind_holders(key, Phase::grad_norm);
+    if (is_shared_further) blind = findings_.blind_holders(*found.key, Phase::grad_norm);
     // What a silent rank sent may have come from anywhere in its replica.
     for (const Place& place : findings_.incident().places()) {
       if (!blind.contains(place.rank)) continue;
@@ -231,6 +265,7 @@ class ReductionRules {
     origin.direction = Direction::none;
     origin.facts.push_back({.kind = FactKind::clean_after_reduction,
                             .ranks = sorted(ranks),
+                            .count = found.parameters,
                             .bad = bad_count(bad.front().bad->sighting->stats)});
     origin.facts.push_back(
         {.kind = FactKind::between_reduction_and_norm, .other_ranks = is_shared_further});

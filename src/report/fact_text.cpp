@@ -455,7 +455,7 @@ std::string plain_text(const Fact& fact) {
              "members would have received it (unless gradients are not reduced at all)";
     case clean_after_reduction:
       return "clean after the data-parallel reduction, and " + share_of(fact) + " on " +
-             ranks_text(fact.ranks) + " where the optimizer read it";
+             ranks_text(fact.ranks) + " where the optimizer read it" + more_gradients_text(fact);
     case norm_bad:
       return "the framework's gradient norm is " +
              std::string(fact.value && std::isnan(*fact.value) ? "NaN" : "Inf") +

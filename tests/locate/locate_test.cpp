@@ -451,6 +451,38 @@ TEST(Locate, AGradientThatTurnsBadOnTheWayToTheOptimizerIsThatRanks) {
   EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(2));
 }
 
+TEST(Locate, SeveralGradientsOfARankThatTurnBadOnTheWayToTheOptimizerAreOneOrigin) {
+  std::vector<Ledger> ledgers = TrainingStep(megatron_layout(), {}).ledgers();
+  for (const char* name : {kQkv, "decoder.layers.1.mlp.linear_fc1.weight"}) {
+    make_bad(*ledger_of(ledgers, 2), Phase::grad_norm, name);
+  }
+  const Verdict verdict = locate(ledgers, 8);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_THAT(verdict.origins.front().facts,
+              HasFact(FactKind::clean_after_reduction, OnRanks({2}), Counts(2)));
+}
+
+TEST(Locate, AFactorThatSpoilsEveryGradientOnTheWayToTheOptimizerIsOneOrigin) {
+  std::vector<Ledger> ledgers = TrainingStep(megatron_layout(), {}).ledgers();
+  std::vector<int> ranks;
+  for (Ledger& ledger : ledgers) {
+    ranks.push_back(ledger.coordinates.rank);
+    for (const ParameterRecord& parameter : ledger.backward_order) {
+      make_bad(ledger, Phase::grad_norm, parameter.name);
+    }
+  }
+  const Verdict verdict = locate(ledgers, 8);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins.front().candidates, ranks);
+  EXPECT_EQ(verdict.origins.front().phase, Phase::grad_norm);
+}
+
+TEST(Locate, GradientsOfTwoRanksThatTurnBadOnTheWayToTheOptimizerAreTwoOrigins) {
+  std::vector<Ledger> ledgers = TrainingStep(megatron_layout(), {}).ledgers();
+  for (const int rank : {1, 2}) make_bad(*ledger_of(ledgers, rank), Phase::grad_norm, kQkv);
+  EXPECT_EQ(locate(ledgers, 8).origins.size(), 2u);
+}
+
 TEST(Locate, OneRanksOptimizerUpdateIsNamed) {
   std::vector<Ledger> ledgers = TrainingStep(megatron_layout(), {}).ledgers();
   for (Ledger& ledger : ledgers) cover(ledger, Phase::params_after);
