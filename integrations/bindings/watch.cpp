@@ -1,5 +1,7 @@
 // The module stack, the module watch, and the one-line scan of a tensor.
 #include <pybind11/stl.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
@@ -31,15 +33,24 @@ bool is_plain_value(PyObject* object) {
          PyUnicode_Check(object);
 }
 
+/// False for an object of another library, which may hold tensors.
+bool holds_no_tensor(PyObject* object) {
+  return is_plain_value(object) || PyCallable_Check(object) != 0 || PyBytes_Check(object) ||
+         THPDtype_Check(object) || THPDevice_Check(object) ||
+         PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "__members__") != 0;
+}
+
 /// Adds every tensor in `object`: in tuples and lists as "[0]", in dictionaries as "[key]", in
-/// dataclasses, named tuples and transformers' outputs as ".name".
-void collect_tensors(PyObject* object, const std::string& role, int depth,
+/// dataclasses, named tuples and transformers' outputs as ".name". Returns whether that is all.
+bool collect_tensors(PyObject* object, const std::string& role, int depth,
                      std::vector<NamedTensor>& tensors) {
   if (THPVariable_Check(object)) {
     tensors.push_back({role, THPVariable_Unpack(object)});
-    return;
+    return true;
   }
-  if (is_plain_value(object) || depth >= kMostNested) return;
+  if (is_plain_value(object)) return true;
+  if (depth >= kMostNested) return false;
+  bool is_all = true;
   if (PyTuple_Check(object) || PyList_Check(object)) {
     py::object names;
     if (PyTuple_Check(object) && !PyTuple_CheckExact(object)) {
@@ -50,12 +61,12 @@ void collect_tensors(PyObject* object, const std::string& role, int depth,
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i) {
       PyObject* const item = PySequence_Fast_GET_ITEM(object, i);
       if (is_plain_value(item)) continue;
-      collect_tensors(item,
-                      is_named ? role + "." + text_of(PyTuple_GET_ITEM(names.ptr(), i))
-                               : role + "[" + std::to_string(i) + "]",
-                      depth + 1, tensors);
+      is_all &= collect_tensors(item,
+                                is_named ? role + "." + text_of(PyTuple_GET_ITEM(names.ptr(), i))
+                                         : role + "[" + std::to_string(i) + "]",
+                                depth + 1, tensors);
     }
-    return;
+    return is_all;
   }
   auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   const bool is_dataclass = PyObject_HasAttrString(type, "__dataclass_fields__") != 0;
@@ -64,11 +75,11 @@ void collect_tensors(PyObject* object, const std::string& role, int depth,
     PyObject* value = nullptr;
     for (Py_ssize_t position = 0; PyDict_Next(object, &position, &key, &value) != 0;) {
       if (is_plain_value(value)) continue;
-      collect_tensors(value,
-                      is_dataclass ? role + "." + text_of(key) : role + "[" + text_of(key) + "]",
-                      depth + 1, tensors);
+      is_all &= collect_tensors(
+          value, is_dataclass ? role + "." + text_of(key) : role + "[" + text_of(key) + "]",
+          depth + 1, tensors);
     }
-    return;
+    return is_all;
   }
   if (is_dataclass) {
     const py::dict fields = py::getattr(type, "__dataclass_fields__");
@@ -80,16 +91,18 @@ void collect_tensors(PyObject* object, const std::string& role, int depth,
         PyErr_Clear();
         continue;
       }
-      collect_tensors(value.ptr(), role + "." + text_of(field.first.ptr()), depth + 1, tensors);
+      is_all &=
+          collect_tensors(value.ptr(), role + "." + text_of(field.first.ptr()), depth + 1, tensors);
     }
-    return;
+    return is_all;
   }
   // A mapping that is not a dict (transformers' BatchEncoding, a UserDict) keeps its items in
   // `data`.
   if (PyMapping_Check(object) != 0 && PyObject_HasAttrString(object, "data") != 0) {
     const py::object data = py::getattr(object, "data", py::none());
-    if (PyDict_Check(data.ptr())) collect_tensors(data.ptr(), role, depth + 1, tensors);
+    if (PyDict_Check(data.ptr())) return collect_tensors(data.ptr(), role, depth + 1, tensors);
   }
+  return holds_no_tensor(object);
 }
 
 std::vector<NamedTensor> inputs_of(const py::tuple& arguments, const py::dict& keywords) {
@@ -127,6 +140,17 @@ void bind_module_scope(py::module_& m) {
         return tensors;
       },
       "object"_a, "In containers, dataclasses and outputs of transformers too, in their order.");
+  m.def(
+      "note_model_inputs",
+      [](const py::tuple& args, const py::dict& kwargs) {
+        std::vector<NamedTensor> named;
+        const bool is_all =
+            collect_tensors(args.ptr(), "", 0, named) & collect_tensors(kwargs.ptr(), "", 0, named);
+        std::vector<at::Tensor> tensors;
+        for (auto& each : named) tensors.push_back(std::move(each.tensor));
+        note_model_inputs(tensors, is_all);
+      },
+      "args"_a, "kwargs"_a, "For the operator trace: the program passes these to a model.");
   m.def("leave_modules", &leave_modules, "depth"_a);
   m.def("module_depth", &module_depth);
   m.def("current_module", []() -> std::optional<std::string> {

@@ -258,6 +258,19 @@ void OperatorTrace::declare(const at::Tensor& tensor, DeclaredAs as, std::string
   impl_->declarations.declare(values, as, std::move(name));
 }
 
+void note_model_inputs(std::span<const at::Tensor> inputs, bool is_all) {
+  const ActiveTrace active;
+  OperatorTrace::Impl* const trace = active.get();
+  if (trace == nullptr) return;
+  const std::lock_guard lock(trace->mutex);
+  trace->knows_model_inputs &= is_all;
+  for (const at::Tensor& tensor : inputs) {
+    const at::Tensor values = values_of(tensor);
+    if (values.defined())
+      trace->model_inputs.inputs.push_back(values.storage().getWeakStorageImpl());
+  }
+}
+
 void OperatorTrace::begin_pass() {
   Impl& trace = *impl_;
   count_kernel_calls_from_zero();
@@ -277,6 +290,8 @@ void OperatorTrace::begin_pass() {
     trace.transfers.clear();
     trace.unordered.clear();
     trace.declarations.refresh();
+    trace.model_inputs = {};
+    trace.knows_model_inputs = true;
     trace.threads.begin_pass();
     trace.turn.begin_pass();
     trace.kept_bytes = 0;

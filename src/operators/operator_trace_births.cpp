@@ -505,9 +505,19 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
       inside.caller = forward.caller;
       inside.given = forward.given;
       born_inside(std::move(inside));
+    } else if (!location.is_backward && is_kept_by_a_module(values)) {
+      root.kind = BirthKind::buffer;
     }
   }
   return root;
+}
+
+/// True if a module reads the tensor, and the program passed others to its models, but not this
+/// one.
+bool OperatorTrace::Impl::is_kept_by_a_module(const at::Tensor& values) {
+  if (current_module() == nullptr) return false;
+  const std::lock_guard lock(mutex);
+  return knows_model_inputs && !model_inputs.inputs.empty() && !model_inputs.has_input(values);
 }
 
 BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values,

@@ -137,6 +137,7 @@ struct OperatorTrace::Impl {
   /// True if neither the declarations, the lineage nor autograd knows it.
   [[nodiscard]] bool is_seen_first(const at::Tensor& values);
   [[nodiscard]] Root find_root(const at::Tensor& values, ThreadFrames& frames);
+  [[nodiscard]] bool is_kept_by_a_module(const at::Tensor& values);
   BirthId add_root(const Root& root, const at::Tensor& values, ThreadFrames& frames,
                    const std::string& reader);
   /// The births of bad inputs of the frame that made `root`; empty if the root is the origin.
@@ -196,6 +197,8 @@ struct OperatorTrace::Impl {
   std::optional<Phase> entered_phase;
   Lineage lineage;
   Declarations declarations;
+  Given model_inputs;              // of this pass: only `inputs`
+  bool knows_model_inputs = true;  // all of them
   std::unordered_map<std::uint64_t, std::unordered_map<std::int64_t, ForwardCall>> forward_calls;
   /// Births that made outputs of forward calls bad, by (thread, sequence number).
   std::map<std::pair<std::uint64_t, std::int64_t>, BirthIds> bad_calls;

@@ -570,7 +570,11 @@ std::vector<std::string> steps_text(const Origin& origin) {
               "if it is finite there, run from it with NANLOCATOR_CHECK_PARAMS=1, which finds the "
               "step whose update makes it bad"};
     case Action::check_buffer:
-      return {"look at what computes the buffer " + origin.parameter};
+      return {
+          "look at what computes " +
+          (origin.parameter.empty()
+               ? "this tensor: it was made before the step and kept (a cache, a closure, a global)"
+               : "the buffer " + origin.parameter)};
     case Action::inspect_samples:
       return {"inspect the samples of this batch" +
               std::string(origin.bundle.empty() ? "" : "; the tensor is in the bundle")};

@@ -357,6 +357,10 @@ std::string plain_text(const Fact& fact) {
       return "the parameter " + fact.parameter + " held " + share_of(fact) +
              " before the pass began" + reader_of(fact);
     case buffer_was_bad:
+      if (fact.parameter.empty()) {
+        return "a tensor that module " + fact.module + " keeps held " + share_of(fact) +
+               " before the pass began; it was not passed to the model" + reader_of(fact);
+      }
       return "the buffer " + fact.parameter + " held " + share_of(fact) + " before the pass began" +
              reader_of(fact);
     case data_was_bad:

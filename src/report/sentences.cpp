@@ -71,7 +71,8 @@ std::string headline_of(const Verdict&, const Origin& origin) {
     case Cause::bad_weight:
       return what + " in the parameters of " + who + " before forward";
     case Cause::bad_buffer:
-      return what + " in a buffer of " + who + " before forward";
+      return what + (origin.parameter.empty() ? " in a tensor that a module of " + who + " keeps"
+                                              : " in a buffer of " + who + " before forward");
     case Cause::bad_input:
       return what + " in the data of " + who;
     case Cause::pipeline_transfer:

@@ -144,4 +144,10 @@ class OperatorTrace {
   std::unique_ptr<Impl> impl_;
 };
 
+/// The program passes these tensors to a model. A bad tensor that no operator of the pass wrote,
+/// and that a module reads, is data if it is among them (or if nothing was passed to a model: a C++
+/// program); otherwise the module keeps it. `is_all`: false if the arguments may hold further
+/// tensors, which cannot be found; then it stays data. Does nothing without a trace. Any thread.
+void note_model_inputs(std::span<const at::Tensor> inputs, bool is_all);
+
 }  // namespace nanlocator::inline operators_room

@@ -40,6 +40,20 @@ class ModuleObserver(Protocol):
         """The call has raised."""
 
 
+class ModelInputs:
+    """An observer that tells the operator trace which tensors the program passes to its models."""
+
+    def enter(self, path: _C.ModulePath, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(_threads.stack) == 1:
+            _C.note_model_inputs(args, kwargs)
+
+    def leave(self, call: Any, output: Any) -> None:
+        pass
+
+    def abandon(self, call: Any) -> None:
+        pass
+
+
 class ModuleHooks:
     """Keeps the C++ module stack up to date for calls of ``model`` and of all modules in it.
 

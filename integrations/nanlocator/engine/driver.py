@@ -19,7 +19,7 @@ from nanlocator import _C
 from nanlocator.calls.kernel_calls import KeptKernelCalls, KernelCallRecord
 from nanlocator.calls.kernels import KernelCalls
 from nanlocator.calls.module_calls import KeptModuleCalls
-from nanlocator.calls.modules import ModuleHooks, ModuleObserver, local_part
+from nanlocator.calls.modules import ModelInputs, ModuleHooks, ModuleObserver, local_part
 from nanlocator.engine.connection import RankConnection
 from nanlocator.engine.endings import abort_collectives, first_line, is_failure_of_peers, raise_for
 from nanlocator.engine.errors import NonFiniteGradientError
@@ -160,7 +160,7 @@ class Adapter:
 
     def trace_hooks(self, watch: ModuleObserver | None = None) -> list[TraceHooks]:
         """Hooks that give module names and show calls that the dispatcher does not see."""
-        return [*self.module_hooks(watch), KernelCalls(), ShownTransfers()]
+        return [*self.module_hooks(watch or ModelInputs()), KernelCalls(), ShownTransfers()]
 
     @contextlib.contextmanager
     def naming_modules(self, watch: ModuleObserver | None = None) -> Iterator[None]:
