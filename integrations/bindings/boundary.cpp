@@ -9,6 +9,7 @@
 
 #include "bindings.hpp"
 #include "nanlocator/watch/boundary_watch.hpp"
+#include "nanlocator/watch/position.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;
@@ -64,13 +65,14 @@ void bind_crossings(py::class_<BoundaryWatch, std::shared_ptr<BoundaryWatch>>& w
           },
           "group"_a, "op"_a, "sent"_a)
       .def(
-          "send",
+          "begin_send",
           [](BoundaryWatch& w, CrossingGroup group, int peer, const py::object& sent) {
             const auto tensors = tensors_in(sent);
             const py::gil_scoped_release release;
-            w.send(group, peer, tensors);
+            return w.begin_send(group, peer, tensors);
           },
           "group"_a, "peer"_a, "sent"_a)
+      .def("was_issued", &BoundaryWatch::was_issued, "crossing"_a, ReleaseGil())
       .def("skip_collective", &BoundaryWatch::skip_collective, "group"_a, ReleaseGil())
       .def("skip_message", &BoundaryWatch::skip_message, "group"_a, "peer"_a, "is_received"_a,
            ReleaseGil())
@@ -136,6 +138,8 @@ void bind_coverage(py::module_& m) {
   m.def(
       "crossing_of", [](const Sighting& sighting) { return sighting.crossing; }, "sighting"_a,
       "How the sighted tensor went from rank to rank; None where it did not.");
+  m.def("current_position", &current_position,
+        "The number of crossings that this rank has issued in the pass; None if unknown.");
 }
 
 }  // namespace

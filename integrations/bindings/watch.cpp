@@ -175,6 +175,7 @@ void bind_records(py::module_& m) {
       .def_readonly("dtype", &Sighting::dtype)
       .def_readonly("shape", &Sighting::shape)
       .def_readonly("stats", &Sighting::stats)
+      .def_readonly("position", &Sighting::position)
       .def("__repr__", [](const Sighting& s) {
         return "<Sighting " + std::string(name_of(s.phase)) + " " + s.module + " " + s.role.text() +
                ">";

@@ -35,13 +35,14 @@ constexpr auto json_fields(const Crossing*) {
 
 constexpr auto json_fields(const Sighting*) {
   using S = Sighting;
-  return std::tuple(
-      JsonField("iteration", &S::iteration), JsonField("microbatch", &S::microbatch),
-      JsonField("chunk", &S::chunk), JsonField("phase", &S::phase),
-      JsonOrNull("module", &S::module), JsonOrNull("operator", &S::op), JsonField("role", &S::role),
-      JsonField("parameter_id", &S::parameter_id), JsonOrNull("parameter", &S::parameter),
-      JsonField("dtype", &S::dtype), JsonField("shape", &S::shape), JsonField("stats", &S::stats),
-      JsonField("crossing", &S::crossing), JsonField("valid_labels", &S::valid_labels));
+  return std::tuple(JsonField("iteration", &S::iteration), JsonField("microbatch", &S::microbatch),
+                    JsonField("chunk", &S::chunk), JsonField("phase", &S::phase),
+                    JsonOrNull("module", &S::module), JsonOrNull("operator", &S::op),
+                    JsonField("role", &S::role), JsonField("parameter_id", &S::parameter_id),
+                    JsonOrNull("parameter", &S::parameter), JsonField("dtype", &S::dtype),
+                    JsonField("shape", &S::shape), JsonField("stats", &S::stats),
+                    JsonField("crossing", &S::crossing), JsonOmitEmpty("position", &S::position),
+                    JsonField("valid_labels", &S::valid_labels));
 }
 
 }  // namespace nanlocator::inline record_room

@@ -26,6 +26,7 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 #include "nanlocator/tensor/scan_one.hpp"
+#include "nanlocator/watch/position.hpp"
 #include "tensor/deferred_scans.hpp"
 #include "tensor/tensor_access.hpp"
 
@@ -91,6 +92,7 @@ struct Event {
   DeferredScans::Id scan;
   at::ScalarType type;
   std::vector<std::int64_t> shape;
+  std::optional<std::int64_t> position;
 };
 
 /// `module` makes the nodes from this number up to the next mark.
@@ -167,7 +169,9 @@ struct BoundaryWatch::Impl {
   std::unordered_map<const void*, CrossingPlace> computed;  // by the schedule's steps, may be sent
   std::unordered_map<const void*, std::size_t> arrived;     // crossings received for a later step
   std::optional<PeerQuestion> question;
-  std::vector<bool> is_asked;  // by group: the asking rank is a member
+  PositionCounter positions;
+  std::optional<CrossingOrder> first_pass;  // of the pass that is executed again
+  std::vector<bool> is_asked;               // by group: the asking rank is a member
   std::vector<CollectiveResult> results;
 
   CrossingId begin(const Lane& lane, std::string_view op, CrossingPlace place) {
@@ -177,6 +181,26 @@ struct BoundaryWatch::Impl {
     }
     crossings.push_back({lane, counts[lane].begun++, intern_module_path(op), place});
     return first_crossing + static_cast<CrossingId>(crossings.size()) - 1;
+  }
+
+  void begin_pass() {
+    forget();
+    first_pass.reset();
+    positions.begin();
+  }
+
+  void count_position(const Lane& lane) {
+    const auto timeline = timelines.find(at::RecordFunction::currentThreadId());
+    if (timeline != timelines.end() && timeline->second.transfer) return;
+    constexpr int kBits = 16;
+    const auto direction = static_cast<std::uint64_t>(lane.direction);
+    positions.add(lane.group << 2 * kBits | direction << kBits |
+                  static_cast<std::uint16_t>(lane.peer));
+  }
+
+  void skip(const Lane& lane) {
+    ++counts[lane].begun;
+    count_position(lane);
   }
 
   void see(CrossingId crossing, bool is_received, std::span<const at::Tensor> tensors) {
@@ -189,7 +213,7 @@ struct BoundaryWatch::Impl {
       const auto scan = scans.scan_afresh(tensor);
       if (scan == DeferredScans::kFinite) continue;
       events.push_back({static_cast<std::size_t>(crossing - first_crossing), is_received, scan,
-                        tensor.scalar_type(), tensor.sizes().vec()});
+                        tensor.scalar_type(), tensor.sizes().vec(), current_position()});
     }
   }
 
@@ -326,6 +350,7 @@ struct BoundaryWatch::Impl {
     sighting.stats = scans.stats(event.scan);
     sighting.crossing = Crossing{group.name, group.members, peer_of(crossing.lane),
                                  crossing.sequence, crossing.place.carries_weights};
+    sighting.position = event.position;
     return sighting;
   }
 
@@ -383,14 +408,25 @@ void BoundaryWatch::has_unwatched(CrossingGroup group) {
 
 void BoundaryWatch::begin_step() {
   const std::lock_guard lock(impl_->mutex);
-  impl_->forget();
+  impl_->begin_pass();
   impl_->counts.clear();
 }
 
 void BoundaryWatch::begin_pass() {
   const std::lock_guard lock(impl_->mutex);
-  impl_->forget();
+  impl_->begin_pass();
   for (auto& [lane, count] : impl_->counts) count.begin_pass();
+}
+
+void BoundaryWatch::begin_rerun() {
+  const std::lock_guard lock(impl_->mutex);
+  if (!impl_->first_pass) impl_->first_pass = impl_->positions.order();
+  impl_->positions.begin();
+}
+
+bool BoundaryWatch::has_same_crossings() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->first_pass == impl_->positions.order();
 }
 
 CrossingId BoundaryWatch::begin_collective(CrossingGroup group, std::string_view op,
@@ -401,23 +437,29 @@ CrossingId BoundaryWatch::begin_collective(CrossingGroup group, std::string_view
   return crossing;
 }
 
-void BoundaryWatch::send(CrossingGroup group, int peer, std::span<const at::Tensor> sent) {
+CrossingId BoundaryWatch::begin_send(CrossingGroup group, int peer,
+                                     std::span<const at::Tensor> sent) {
   const std::lock_guard lock(impl_->mutex);
   const auto crossing =
       impl_->begin({group, Direction::sent, peer}, "c10d::send", impl_->place_of_send(sent));
   impl_->see(crossing, /*is_received=*/false, sent);
   impl_->finish(crossing);
+  return crossing;
+}
+
+void BoundaryWatch::was_issued(CrossingId crossing) {
+  const std::lock_guard lock(impl_->mutex);
+  if (crossing >= impl_->first_crossing) impl_->count_position(impl_->record_of(crossing).lane);
 }
 
 void BoundaryWatch::skip_collective(CrossingGroup group) {
   const std::lock_guard lock(impl_->mutex);
-  ++impl_->counts[{group}].begun;
+  impl_->skip({group});
 }
 
 void BoundaryWatch::skip_message(CrossingGroup group, int peer, bool is_received) {
   const std::lock_guard lock(impl_->mutex);
-  const auto direction = is_received ? Direction::received : Direction::sent;
-  ++impl_->counts[{group, direction, peer}].begun;
+  impl_->skip({group, is_received ? Direction::received : Direction::sent, peer});
 }
 
 CrossingId BoundaryWatch::begin_receive(CrossingGroup group, int peer) {

@@ -94,6 +94,7 @@ Ledger example_ledger() {
   Sighting received = other;
   received.role = "received";
   received.crossing = Crossing{.group = "pp", .members = {1, 5}, .peer = 1, .sequence = 2};
+  received.position = 3;
   Sighting loss = other;
   loss.phase = Phase::loss;
   loss.valid_labels = 0;
@@ -101,6 +102,7 @@ Ledger example_ledger() {
   Birth birth;
   birth.kind = BirthKind::nan_from_inf;
   birth.sighting = sighting;
+  birth.sighting.position = 0;
   birth.is_module_inferred = true;
   birth.node = "DivBackward0";
   birth.forward_op = "aten::div.Tensor";
@@ -311,6 +313,25 @@ TEST(Ledger, CountsThatExceedTheElementsAreRefused) {
   const auto ledgers = ledgers_from_jsonl(text, "x");
   EXPECT_FALSE(ledgers.front().is_complete);
   EXPECT_EQ(ledgers.front().sightings.size(), 3u);
+}
+
+TEST(Ledger, APositionIsWrittenWhereItIsKnown) {
+  const auto lines = lines_of(to_jsonl(example_ledger()));
+  EXPECT_THAT(lines, Contains(HasSubstr(R"("position":3)")).Times(1));  // what was received
+  EXPECT_THAT(lines, Contains(HasSubstr(R"("position":0)")).Times(1));  // the birth
+  EXPECT_THAT(lines, Contains(HasSubstr(R"("position")")).Times(2));
+}
+
+TEST(Ledger, APositionThatIsNoCountIsRefused) {
+  for (const std::string position :
+       {"-1", "1.5", "\"3\"", "true", "[3]", "{}", "9223372036854775808", "1e30"}) {
+    std::string text = to_jsonl(example_ledger());
+    text.replace(text.find(R"("position":3)"), 12, R"("position":)" + position);
+    const auto ledgers = ledgers_from_jsonl(text, "x");
+    EXPECT_FALSE(ledgers.at(0).is_complete) << position;
+    EXPECT_EQ(ledgers.at(0).sightings.size(), 3U) << position;
+    EXPECT_THAT(ledgers.at(0).notes, Contains(HasSubstr("position"))) << position;
+  }
 }
 
 TEST(Ledger, RandomDamageNeverDoesMoreThanAFormatError) {

@@ -13,10 +13,12 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "nanlocator/error.hpp"
 #include "nanlocator/tensor/scan_one.hpp"
+#include "nanlocator/watch/position.hpp"
 
 namespace nanlocator {
 namespace {
@@ -42,13 +44,21 @@ class BoundaryWatchTest : public ::testing::Test {
   }
   ~BoundaryWatchTest() override { set_current_microbatch({}); }
 
-  void all_reduce(const at::Tensor& tensor) {
-    const Tensors tensors = {tensor};
-    watch_.finish(watch_.begin_collective(tp_, kAllReduce, tensors), tensors);
+  CrossingId start_all_reduce(const at::Tensor& tensor) {
+    const auto crossing = watch_.begin_collective(tp_, kAllReduce, Tensors{tensor});
+    watch_.was_issued(crossing);
+    return crossing;
   }
-  void send(int peer, const at::Tensor& tensor) { watch_.send(pp_, peer, Tensors{tensor}); }
+  void all_reduce(const at::Tensor& tensor) {
+    watch_.finish(start_all_reduce(tensor), Tensors{tensor});
+  }
+  void send(int peer, const at::Tensor& tensor) {
+    watch_.was_issued(watch_.begin_send(pp_, peer, Tensors{tensor}));
+  }
   void receive(int peer, const at::Tensor& tensor) {
-    watch_.finish(watch_.begin_receive(pp_, peer), Tensors{tensor});
+    const auto crossing = watch_.begin_receive(pp_, peer);
+    watch_.was_issued(crossing);
+    watch_.finish(crossing, Tensors{tensor});
   }
   void within(const std::string& module, const std::function<void()>& body) {
     const ModuleScope scope(module);
@@ -196,7 +206,7 @@ TEST_F(BoundaryWatchTest, KeepsWhatEveryMemberGetsAlikeWhereARankAsks) {
 TEST_F(BoundaryWatchTest, KnowsWhereEachMemberGotSomethingElseUnseen) {
   const Tensors payload = {at::zeros({16}, at::kByte)};
   watch_.finish(watch_.begin_collective(tp_, "c10d::alltoall_base_", payload), payload);
-  watch_.send(pp_, 2, payload);
+  (void)watch_.begin_send(pp_, 2, payload);
   const auto coverage = watch_.collect(7).coverage;
   ASSERT_EQ(coverage.size(), 2U);
   for (const auto& each : coverage) {
@@ -445,6 +455,154 @@ TEST_F(BoundaryWatchTest, IntegersCountAndAreNeverBad) {
   receive(2, at::ones({3}, at::kLong));
   EXPECT_TRUE(sightings().empty());
   EXPECT_EQ(coverage(), (Lines{"pp 2 sent 1", "pp 2 received 1"}));
+}
+
+// ---- positions: nanlocator/watch/position.hpp ----
+
+TEST_F(BoundaryWatchTest, WhatWentIntoACrossingIsBeforeItAndWhatCameOutOfItIsAfterIt) {
+  send(2, bad());     // crossing 0
+  all_reduce(bad());  // 1: sent and received
+  receive(4, bad());  // 2
+  const auto seen = sightings();
+  ASSERT_EQ(seen.size(), 4U);
+  EXPECT_EQ(seen[0].position, 0);
+  EXPECT_EQ(seen[1].position, 1);
+  EXPECT_EQ(seen[2].position, 2);
+  EXPECT_EQ(seen[3].position, 3);
+  EXPECT_EQ(current_position(), 3);
+}
+
+TEST_F(BoundaryWatchTest, WhatIsReceivedHasThePositionOfTheWaitForIt) {
+  const auto receive = watch_.begin_receive(pp_, 4);
+  watch_.was_issued(receive);
+  const auto sum = start_all_reduce(at::ones({2, 3}));
+  send(2, bad());
+  watch_.finish(receive, Tensors{bad()});
+  send(2, at::ones({2, 3}));
+  watch_.finish(sum, Tensors{bad()});
+  const auto seen = sightings();
+  ASSERT_EQ(seen.size(), 3U);
+  EXPECT_EQ(seen[0].position, 2);  // sent
+  EXPECT_EQ(seen[1].position, 3);  // received
+  EXPECT_EQ(seen[2].position, 4);  // summed
+}
+
+TEST_F(BoundaryWatchTest, ACrossingIsCountedWhenItsCallReturns) {
+  const auto crossing = watch_.begin_collective(tp_, kAllReduce, Tensors{at::ones({2})});
+  EXPECT_EQ(current_position(), 0);
+  watch_.was_issued(crossing);
+  EXPECT_EQ(current_position(), 1);
+}
+
+TEST_F(BoundaryWatchTest, WhatAFrameworkTransfersByItselfDoesNotCount) {
+  all_reduce(at::ones({4}));
+  watch_.enter_transfer(intern_module_path("layers.3"), /*reduces_gradients=*/false);
+  all_reduce(bad());
+  watch_.skip_collective(tp_);
+  watch_.leave_transfer();
+  send(2, bad());
+  const auto seen = sightings();
+  ASSERT_EQ(seen.size(), 3U);
+  EXPECT_EQ(seen[0].position, 1);
+  EXPECT_EQ(seen[1].position, 1);
+  EXPECT_EQ(seen[2].position, 1);
+}
+
+TEST_F(BoundaryWatchTest, AnotherThreadOfTheProgramHasNoPositionAndCountsNothing) {
+  all_reduce(at::ones({4}));
+  std::thread([&] {
+    all_reduce(bad());
+    EXPECT_EQ(current_position(), std::nullopt);
+  }).join();
+  send(2, bad());
+  const auto seen = sightings();
+  ASSERT_EQ(seen.size(), 3U);
+  EXPECT_EQ(seen[0].position, std::nullopt);
+  EXPECT_EQ(seen[1].position, std::nullopt);
+  EXPECT_EQ(seen[2].position, 1);
+}
+
+TEST_F(BoundaryWatchTest, AutogradsThreadWorksForTheStep) {
+  all_reduce(at::ones({4}));
+  const auto input = at::ones({2}).requires_grad_();
+  const auto output = input * 2;
+  std::optional<std::int64_t> in_backward;
+  output.register_hook([&](const at::Tensor& gradient) {
+    send(2, at::ones({2}));
+    in_backward = current_position();
+    return gradient;
+  });
+  std::thread([&] { output.sum().backward(); }).join();
+  EXPECT_EQ(in_backward, 2);
+}
+
+TEST_F(BoundaryWatchTest, EachPassBeginsAtPositionZero) {
+  all_reduce(at::ones({4}));
+  watch_.begin_pass();
+  send(2, bad());
+  EXPECT_EQ(only_sighting().position, 0);
+  watch_.begin_step();
+  all_reduce(at::ones({4}));
+  send(2, bad());
+  EXPECT_EQ(only_sighting().position, 1);
+}
+
+TEST_F(BoundaryWatchTest, ARerunCountsAgainAndKeepsWhatTheFirstPassSaw) {
+  watch_.begin_pass();
+  send(2, at::ones({2}));
+  all_reduce(bad());
+  receive(4, at::ones({2}));
+  watch_.begin_rerun();
+  EXPECT_EQ(current_position(), 0);
+  watch_.skip_message(pp_, 2, /*is_received=*/false);
+  EXPECT_EQ(current_position(), 1);
+  watch_.skip_collective(tp_);
+  EXPECT_FALSE(watch_.has_same_crossings());
+  watch_.skip_message(pp_, 4, /*is_received=*/true);
+  EXPECT_TRUE(watch_.has_same_crossings());
+  EXPECT_EQ(current_position(), 3);
+  const auto seen = sightings();
+  ASSERT_EQ(seen.size(), 2U);
+  EXPECT_EQ(seen[0].position, 1);
+  EXPECT_EQ(seen[1].position, 2);
+}
+
+TEST_F(BoundaryWatchTest, KnowsARerunThatIssuedOtherCrossings) {
+  const auto send_to = [&](int peer) { watch_.skip_message(pp_, peer, /*is_received=*/false); };
+  const auto receive_from = [&](int peer) { watch_.skip_message(pp_, peer, true); };
+  watch_.begin_pass();
+  send(2, at::ones({2}));
+  all_reduce(at::ones({2}));
+  const std::vector<std::function<void()>> others = {
+      [&] { send_to(2); },
+      [&] { send_to(2), watch_.skip_collective(pp_); },
+      [&] { send_to(4), watch_.skip_collective(tp_); },
+      [&] { receive_from(2), watch_.skip_collective(tp_); },
+      [&] { watch_.skip_collective(tp_), send_to(2); },
+      [&] { send_to(2), watch_.skip_collective(tp_), watch_.skip_collective(tp_); },
+  };
+  for (const auto& other : others) {
+    watch_.begin_rerun();
+    other();
+    EXPECT_FALSE(watch_.has_same_crossings());
+  }
+  watch_.begin_rerun();  // the last re-run is compared with the first pass, not with the one before
+  send_to(2), watch_.skip_collective(tp_);
+  EXPECT_TRUE(watch_.has_same_crossings());
+}
+
+TEST_F(BoundaryWatchTest, WhereNoPassIsCountedThereIsNoPosition) {
+  forget_position();
+  all_reduce(bad());
+  EXPECT_EQ(sightings()[0].position, std::nullopt);
+  watch_.begin_step();
+  {
+    BoundaryWatch other;
+    other.begin_pass();  // of another optimizer of this process
+    all_reduce(at::ones({4}));
+    EXPECT_EQ(current_position(), 0);
+  }
+  EXPECT_EQ(current_position(), std::nullopt);
 }
 
 }  // namespace

@@ -63,7 +63,11 @@ struct Sighting {
   std::vector<std::int64_t> shape;  // of the whole parameter, even if only a shard was scanned
   /// `first_bad` is a row-major index into the whole parameter, even if only a shard was scanned.
   TensorStats stats;
-  std::optional<Crossing> crossing;          // for tensors that were sent or received
+  std::optional<Crossing> crossing;  // for tensors that were sent or received
+  /// The number of crossings that this rank had issued in the pass when the value was seen
+  /// (watch/position.hpp). Unknown also for values that existed before the pass, or were seen after
+  /// it: their phase, or the kind of their birth, says so.
+  std::optional<std::int64_t> position;
   std::optional<std::int64_t> valid_labels;  // for a loss: the number of labels in it
 
   friend bool operator==(const Sighting&, const Sighting&) = default;

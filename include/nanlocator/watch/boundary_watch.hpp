@@ -9,6 +9,9 @@
 // A tensor that cannot be scanned (bytes of a quantised tensor, a subclass that hides its memory, a
 // stream under capture) counts as not scanned, never as finite.
 //
+// It counts the crossings of a pass, from which every observer takes its position
+// (nanlocator/watch/position.hpp).
+//
 // Cost: one read of each tensor (host memory), or one launch (CUDA; current stream); only `collect`
 // waits. Nothing is cached by address, because a collective overwrites its input without a new
 // version. Keeps no tensor alive. Any thread.
@@ -51,8 +54,15 @@ class BoundaryWatch {
   /// Forgets the previous step; sequence numbers start at 0. All members call it at the same point
   /// between their crossings.
   void begin_step();
-  /// Forgets this step's crossings so far, which were not scanned, but keeps their number.
+  /// Forgets this step's crossings so far, which were not scanned, but keeps their number. The
+  /// calling thread executes the pass, whose positions start at 0.
   void begin_pass();
+  /// The pass is executed again on this thread: positions start at 0, observations are kept. Its
+  /// crossings are not scanned (`skip_collective`, `skip_message`).
+  void begin_rerun();
+  /// True if the re-run has issued the crossings of the first pass, in their order, so that the
+  /// positions of both mean the same places. Call it when the re-run has ended.
+  [[nodiscard]] bool has_same_crossings() const;
 
   // ---- Crossings ----
 
@@ -61,10 +71,13 @@ class BoundaryWatch {
   [[nodiscard]] CrossingId begin_collective(CrossingGroup group, std::string_view op,
                                             std::span<const at::Tensor> sent);
   /// This rank sends; no `finish` follows. `peer`: global rank.
-  void send(CrossingGroup group, int peer, std::span<const at::Tensor> sent);
+  [[nodiscard]] CrossingId begin_send(CrossingGroup group, int peer,
+                                      std::span<const at::Tensor> sent);
   [[nodiscard]] CrossingId begin_receive(CrossingGroup group, int peer);
-  /// A collective or message between two passes or after the last: it is counted, and coverage ends
-  /// before it.
+  /// The call that issues the crossing has returned, on the calling thread.
+  void was_issued(CrossingId crossing);
+  /// A collective or message that is not scanned, after it was issued: in a re-run, between two
+  /// passes, after the last. It is counted, and coverage ends before it.
   void skip_collective(CrossingGroup group);
   void skip_message(CrossingGroup group, int peer, bool is_received);
   /// The output of a collective or receive; on CUDA the current stream must be ordered after it.

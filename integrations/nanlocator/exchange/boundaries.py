@@ -61,6 +61,7 @@ class Boundaries:
         self._follows_all = groups is None
         self._reads_gathered = reads_gathered
         self._is_scanning = False
+        self._times_counting = 0  # nested
         self._groups: dict[int, _WatchedGroup | None] = {}  # by id, which is unique while the group is kept
         self._stand_ins: dict[int, _WatchedGroup] = {}  # for messages
         self._unwatched: list[ProcessGroup] = []  # kept, so that their ids stay unique
@@ -101,15 +102,29 @@ class Boundaries:
             yield
             return
         self._is_scanning = True
-        if not self._follows_all:
-            self._install()
         try:
-            yield
+            with self.counting():
+                yield
         finally:
             self._is_scanning = False
             if self._functional is not None:
                 self._functional.forget()
-            if not self._follows_all:
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Counts this process's crossings inside the block without scanning them, for the positions of a pass
+        that is executed again. May be nested, also in ``watching``."""
+        if self._is_removed or self._follows_all:  # these count everywhere
+            yield
+            return
+        self._times_counting += 1
+        if self._times_counting == 1:
+            self._install()
+        try:
+            yield
+        finally:
+            self._times_counting -= 1
+            if self._times_counting == 0:
                 self._uninstall()
 
     @contextlib.contextmanager
@@ -179,9 +194,13 @@ class Boundaries:
         self, group: ProcessGroup, sent: Tensors | None, received: Tensors
     ) -> Callable[[], None]:
         crossing = self.begin_collective(group, broadcasts.OPERATOR, sent, has_unseen_backward=False)
-        if crossing is None:
-            return lambda: None
-        return functools.partial(self.end_collective, crossing, received)
+
+        def end() -> None:
+            self.was_issued(group, crossing)
+            if crossing is not None:
+                self.end_collective(crossing, received)
+
+        return end
 
     def begin_collective(
         self, group: ProcessGroup, operator: str, sent: Any, *, has_unseen_backward: bool
@@ -191,10 +210,13 @@ class Boundaries:
             return None
         if has_unseen_backward:
             self.has_unseen(group)
-        if self._is_scanning:
-            return self.watch.begin_collective(watched.number, operator, sent)
-        self.watch.skip_collective(watched.number)
-        return None
+        return self.watch.begin_collective(watched.number, operator, sent) if self._is_scanning else None
+
+    def was_issued(self, group: ProcessGroup, crossing: int | None) -> None:
+        if crossing is not None:
+            self.watch.was_issued(crossing)
+        elif (watched := self._watched(group)) is not None:
+            self.watch.skip_collective(watched.number)
 
     def end_collective(self, crossing: int, received: Any) -> None:
         self.watch.finish(crossing, received)
@@ -280,20 +302,20 @@ class Boundaries:
             watched = groups[key] if key in groups else self._watched(group)
             if watched is None:
                 return inner(group, *args, **kwargs)
-            if not self._is_scanning:
+            if not self._is_scanning or len(args) <= needed:
+                # Tensors by keyword, which no known caller uses: counted as on the other members, but not
+                # scanned, so that the coverage ends before it.
+                work = inner(group, *args, **kwargs)
                 watch.skip_collective(watched.number)
-                return inner(group, *args, **kwargs)
-            if len(args) <= needed:
-                # Tensors by keyword, which no known caller uses: counted as on the other members, but left
-                # unfinished, so that the coverage does not include it.
-                watch.begin_collective(watched.number, op, None)
-                return inner(group, *args, **kwargs)
+                return work
             inputs, outputs = args[sent], args[received] if is_scanned_on_arrival else None
             if root is not None and not watched.is_root(args[root]):
                 inputs = None if collective.only_root_sends else inputs
                 outputs = None if collective.only_root_receives else outputs
             crossing = watch.begin_collective(watched.number, op, inputs)
-            return watched.observed(inner(group, *args, **kwargs), crossing, outputs)
+            work = inner(group, *args, **kwargs)
+            watch.was_issued(crossing)
+            return watched.observed(work, crossing, outputs)
 
         return method
 
@@ -303,12 +325,16 @@ class Boundaries:
         def send(group: ProcessGroup, args: Arguments, kwargs: Any) -> Any:
             tensors, to, *_ = args
             watched = self._watched_by_messages(group)
-            if watched is not None and (peer := watched.peer(to)) is not None:
-                if self._is_scanning:
-                    watch.send(watched.number, peer, tensors)
-                else:
-                    watch.skip_message(watched.number, peer, is_received=False)
-            return inner(group, *args, **kwargs)
+            if watched is None or (peer := watched.peer(to)) is None:
+                return inner(group, *args, **kwargs)
+            if not self._is_scanning:
+                work = inner(group, *args, **kwargs)
+                watch.skip_message(watched.number, peer, is_received=False)
+                return work
+            crossing = watch.begin_send(watched.number, peer, tensors)
+            work = inner(group, *args, **kwargs)
+            watch.was_issued(crossing)
+            return work
 
         return send
 
@@ -321,10 +347,13 @@ class Boundaries:
             if watched is None or watched.loses_messages or (peer := watched.peer(source)) is None:
                 return inner(group, *args, **kwargs)
             if not self._is_scanning:
+                work = inner(group, *args, **kwargs)
                 watch.skip_message(watched.number, peer, is_received=True)
-                return inner(group, *args, **kwargs)
+                return work
             crossing = watch.begin_receive(watched.number, peer)
-            return watched.observed(inner(group, *args, **kwargs), crossing, tensors)
+            work = inner(group, *args, **kwargs)
+            watch.was_issued(crossing)
+            return watched.observed(work, crossing, tensors)
 
         return recv
 

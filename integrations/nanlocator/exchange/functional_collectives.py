@@ -27,6 +27,9 @@ class Follower(Protocol):
         """Called before a collective. Returns the argument for ``end_collective``; None if the collective is
         not followed. ``has_unseen_backward``: C++ exchanges its gradients."""
 
+    def was_issued(self, group: ProcessGroup, crossing: int | None) -> None:
+        """The collective's call has returned. ``crossing``: of ``begin_collective``."""
+
     def end_collective(self, crossing: int, received: Any) -> None:
         """The program has waited for it."""
 
@@ -66,16 +69,15 @@ class FunctionalCollectives:
         is_of_autograd = "_autograd." in name
 
         def call(inner: Any, *args: Any, **kwargs: Any) -> Any:
-            crossing = None
-            if args and isinstance(args[-1], str):
-                name_of_group: Any = args[-1]  # newer versions of torch have a type for it
-                crossing = self._follower.begin_collective(
-                    _distributed_c10d._resolve_process_group(name_of_group),
-                    operator,
-                    args[0],
-                    has_unseen_backward=is_of_autograd,
-                )
+            if not args or not isinstance(args[-1], str):
+                return inner(*args, **kwargs)
+            name_of_group: Any = args[-1]  # newer versions of torch have a type for it
+            group = _distributed_c10d._resolve_process_group(name_of_group)
+            crossing = self._follower.begin_collective(
+                group, operator, args[0], has_unseen_backward=is_of_autograd
+            )
             result = inner(*args, **kwargs)
+            self._follower.was_issued(group, crossing)
             if crossing is not None:
                 received = _C.tensors_in(result)
                 under_way = _UnderWay(crossing, received, len(received))
