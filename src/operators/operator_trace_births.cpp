@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "nanlocator/watch/microbatch_scope.hpp"
+#include "nanlocator/watch/position.hpp"
 #include "operators/operator_trace_impl.hpp"
 #include "replay/first_bad.hpp"
 #include "replay/host_memory.hpp"
@@ -158,6 +159,7 @@ void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames) {
   if (phase) {
     birth.sighting.phase = *phase;
   } else {
+    birth.sighting.position = current_position();
     birth.sighting.module = place.module;
     birth.is_module_inferred = place.is_module_inferred;
     const bool is_outside =
@@ -573,6 +575,7 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
     birth.sighting.role = root.kind == BirthKind::weight   ? "weight"
                           : root.kind == BirthKind::buffer ? "buffer"
                                                            : "input";
+    birth.sighting.position.reset();  // it was bad before the pass
     if (is_declared && root.kind != BirthKind::data) {
       birth.sighting.module = root.declared->module;
       birth.is_module_inferred = false;

@@ -106,6 +106,11 @@ void OperatorTrace::Impl::blame_forward(ReachedByBirth& reached) const {
 
 Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
                                          std::span<const NamedTensor> gradients) {
+  // A value that is first read here, after the pass, is of an unknown position in it.
+  const auto first_unread = [this] {
+    const std::lock_guard lock(mutex);
+    return births.size();
+  }();
   // Births, each with the bad results that it reached, in the results' order.
   ReachedByBirth reached;
   const auto follow = [&](std::span<const NamedTensor> results, ReachedKind kind) {
@@ -138,6 +143,12 @@ Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
   if (reached.empty()) follow(gradients, ReachedKind::parameter);
   follow_sent(sent_in_backward);
 
+  {
+    const std::lock_guard lock(mutex);
+    for (std::size_t i = first_unread; i < births.size(); ++i) {
+      births[i].birth.sighting.position.reset();
+    }
+  }
   Explanation explanation = explanation_of(reached, losses.empty());
   for (TracedBirth& traced : explanation.births) {
     // The sum of +Inf and -Inf turns an overflow into NaN.

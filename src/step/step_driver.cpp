@@ -13,6 +13,7 @@
 #include "nanlocator/tensor/scan_one.hpp"
 #include "nanlocator/watch/boundary_watch.hpp"
 #include "nanlocator/watch/module_watch.hpp"
+#include "nanlocator/watch/position.hpp"
 #include "tensor/tensor_access.hpp"
 
 namespace nanlocator::inline step_room {
@@ -425,7 +426,11 @@ void StepDriver::begin_pass(std::shared_ptr<StepPass> pass, std::optional<std::i
   impl.open(iteration);
   impl.locator.now_in(Activity::forward_backward);
   if (impl.modules) impl.modules->begin_step();
-  if (impl.boundaries) impl.boundaries->begin_pass();
+  if (impl.boundaries) {
+    impl.boundaries->begin_pass();
+  } else {
+    forget_position();
+  }
   impl.rerun.save();
   impl.step.pass = std::move(pass);
   impl.has_had_pass = true;

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "nanlocator/watch/boundary_watch.hpp"
+#include "nanlocator/watch/position.hpp"
 #include "step/birth_bundles.hpp"
 #include "step/rerun_guard.hpp"
 #include "tensor/tensor_access.hpp"
@@ -31,8 +32,9 @@ struct Pass {
   std::vector<GradientScanner::Scanned> scanned;
   std::vector<std::int64_t> bad_parameters;  // with bad local gradients
   bool is_bad = false;
-  std::string problem;       // error that ended it early
-  std::exception_ptr error;  // the same
+  bool has_first_positions = false;  // its positions mean the same places as the first pass's
+  std::string problem;               // error that ended it early
+  std::exception_ptr error;          // the same
 };
 
 template <typename T>
@@ -117,7 +119,13 @@ struct StepRerun::Impl {
       step->clear_gradients();
       {
         const at::AutoGradMode with_gradients(true);
+        if (boundaries) {
+          boundaries->begin_rerun();
+        } else {
+          forget_position();
+        }
         pass.losses = forward_backward(*step);
+        pass.has_first_positions = boundaries && boundaries->has_same_crossings();
       }
       scan_results(pass);
       if (pass.is_bad && when_bad) when_bad(pass);
@@ -247,6 +255,8 @@ struct StepRerun::Impl {
         });
       }
       traced.explanation = trace->explain(pass.losses, named(bad));
+      if (pass.has_first_positions) return;
+      for (auto& each : traced.explanation->births) each.birth.sighting.position.reset();
     });
     if (trace) {
       traced.unordered = trace->unordered_accesses();

@@ -183,6 +183,7 @@ class Explainer {
         birth.kind = BirthKind::data;
         birth.sighting.module = *calls_[event.call].path;
         birth.sighting.role = role_of(event);
+        birth.sighting.position.reset();  // it was bad before the pass
       }
     } else if (maker != event.call) {
       birth.sighting.module = *calls_[maker].path;
@@ -249,6 +250,7 @@ class Explainer {
     sighting.dtype = dtype_name(event.type);
     sighting.shape.assign(event.shape.begin(), event.shape.end());
     sighting.stats = scans_.stats(event.scan);
+    sighting.position = event.position;
     return sighting;
   }
 
@@ -317,6 +319,7 @@ void blame(State& state, Explainer::Result& result, std::span<const NamedTensor>
       if (!badness_of(stats).any()) break;
       birth.kind = kind;
       birth.parent.reset();
+      birth.sighting.position.reset();  // it was bad before the pass
       birth.sighting.role = kind == BirthKind::weight ? "weight" : "buffer";
       birth.sighting.parameter = name;
       birth.sighting.dtype = dtype_name(tensor.scalar_type());

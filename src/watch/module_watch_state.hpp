@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -18,6 +19,7 @@
 
 #include "nanlocator/watch/microbatch_scope.hpp"
 #include "nanlocator/watch/module_watch.hpp"
+#include "nanlocator/watch/position.hpp"
 #include "tensor/deferred_scans.hpp"
 
 namespace nanlocator::module_watch {
@@ -45,6 +47,7 @@ struct Event {
   std::string node;                            // backward
   const c10::TensorImpl* parameter = nullptr;  // weight_gradient
   bool requires_grad = false;
+  std::optional<std::int64_t> position = {};
 };
 
 struct Call {
@@ -80,8 +83,8 @@ struct State {
   void see(ModuleCallId call, TensorPlace place, const at::Tensor& tensor, const std::string& role,
            const std::string& node, const c10::TensorImpl* parameter) {
     if (!DeferredScans::can_scan(tensor)) return;
-    Event event{call, place, scans.scan(tensor), tensor.scalar_type(),  {},
-                role, node,  parameter,          tensor.requires_grad()};
+    Event event{call, place, scans.scan(tensor), tensor.scalar_type(),   {},
+                role, node,  parameter,          tensor.requires_grad(), current_position()};
     event.shape.assign(tensor.sizes().begin(), tensor.sizes().end());
     events.push_back(std::move(event));
   }

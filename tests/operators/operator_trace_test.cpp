@@ -17,6 +17,7 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/watch/microbatch_scope.hpp"
 #include "nanlocator/watch/module_scope.hpp"
+#include "nanlocator/watch/position.hpp"
 
 namespace nanlocator {
 namespace {
@@ -791,6 +792,117 @@ TEST(OperatorTrace, TheProgramsLineIsAskedForWhereSomethingIsBorn) {
   ASSERT_THAT(explanation.births, SizeIs(1));
   EXPECT_THAT(explanation.births[0].birth.stack, ElementsAre("loss.py:3 in f"));
   EXPECT_EQ(explanation.births[0].birth.code, CodeLine({"loss.py", 3, "f", "x"}));
+}
+
+// ---- positions: nanlocator/watch/position.hpp ----
+
+TEST(OperatorTrace, ABirthHasTheNumberOfCrossingsThatWereIssuedBeforeIt) {
+  PositionCounter crossings;
+  Step step;
+  const at::Tensor weight = step.parameter("w", floats({1, 0}));
+  crossings.begin();
+  const auto cross = [&](int times) {
+    for (int i = 0; i < times; ++i) crossings.add(0);
+  };
+  const auto explanation = step.run([&] {
+    cross(2);
+    const at::Tensor root = at::rsqrt(weight);  // Inf
+    cross(3);
+    const at::Tensor zero = root - root;  // NaN from Inf
+    cross(1);
+    return (zero * 2).sum();
+  });
+  ASSERT_THAT(explanation.births, SizeIs(2));
+  EXPECT_EQ(explanation.births[0].birth.kind, BirthKind::inf);
+  EXPECT_EQ(explanation.births[0].birth.sighting.position, 2);
+  EXPECT_EQ(explanation.births[1].birth.kind, BirthKind::nan_from_inf);
+  EXPECT_EQ(explanation.births[1].birth.sighting.position, 5);
+}
+
+TEST(OperatorTrace, ABirthInBackwardIsBehindTheCrossingsOfForwardAndOfBackwardBeforeIt) {
+  PositionCounter crossings;
+  Step step;
+  const at::Tensor weight = step.parameter("w", floats({1, 0}));
+  crossings.begin();
+  crossings.add(0);
+  const Birth birth = only_birth(step.run([&] {
+    const at::Tensor root = at::sqrt(weight * 1);  // its derivative at zero is Inf
+    crossings.add(0);
+    root.register_hook([&](const at::Tensor& gradient) {
+      crossings.add(0);
+      return gradient;
+    });
+    return (root * 3).sum();
+  }));
+  EXPECT_EQ(birth.sighting.phase, Phase::backward);
+  EXPECT_EQ(birth.sighting.position, 3);
+}
+
+TEST(OperatorTrace, WhatAnUnseenKernelMadeHasThePositionOfItsFirstReader) {
+  PositionCounter crossings;
+  Step step;
+  const at::Tensor weight = step.parameter("kernel.weight", at::ones({3}));
+  crossings.begin();
+  const Birth birth = only_birth(step.run([&] {
+    crossings.add(0);
+    const at::Tensor y = HandKernel<false>::apply(weight * 1);
+    crossings.add(0);
+    return (y * 3).sum();
+  }));
+  EXPECT_EQ(birth.kind, BirthKind::opaque) << name_of(birth.kind);
+  EXPECT_EQ(birth.sighting.position, 2);
+}
+
+TEST(OperatorTrace, WhatIsOutsideOfThePassHasNoPositionInIt) {
+  PositionCounter crossings;
+  crossings.begin();
+  crossings.add(0);
+  {
+    Step step;
+    const at::Tensor weight = step.parameter("w", floats({1, NAN}));
+    const Birth birth = only_birth(step.run([&] { return (weight * 2).sum(); }));
+    EXPECT_EQ(birth.kind, BirthKind::weight);
+    EXPECT_EQ(birth.sighting.position, std::nullopt);
+  }
+  {
+    const at::Tensor weight = leaf(at::ones({4}));
+    OperatorTrace trace;
+    trace.declare(weight, DeclaredAs::parameter, "w");
+    trace.begin_pass();
+    (weight * weight).sum().backward();
+    weight.mutable_grad().mutable_data_ptr<float>()[3] = kInf;  // read when the pass is over
+    const NamedTensor gradient{"w", weight.grad()};
+    const Birth birth = only_birth(trace.explain({}, {&gradient, 1}));
+    EXPECT_EQ(birth.kind, BirthKind::memory);
+    EXPECT_EQ(birth.sighting.position, std::nullopt);
+  }
+  {
+    const at::Tensor weight = leaf(floats({1, 2}));
+    OperatorTrace trace;
+    trace.declare(weight, DeclaredAs::parameter, "w");
+    trace.begin_pass();
+    trace.enter_phase(Phase::params_after);
+    {
+      const at::NoGradGuard no_grad;
+      weight.div_(at::zeros({2}));
+    }
+    const NamedTensor parameter{"w", weight};
+    EXPECT_EQ(only_birth(trace.explain({}, {&parameter, 1})).sighting.position, std::nullopt);
+  }
+}
+
+TEST(OperatorTrace, ABirthOnAThreadThatDoesNotWorkForTheStepHasNoPosition) {
+  PositionCounter crossings;
+  Step step;
+  const at::Tensor weight = step.parameter("w", floats({1, 0}));
+  crossings.begin();
+  const Birth birth = only_birth(step.run([&] {
+    at::Tensor root;
+    std::thread([&] { root = at::rsqrt(weight); }).join();
+    return root.sum();
+  }));
+  EXPECT_EQ(birth.kind, BirthKind::inf);
+  EXPECT_EQ(birth.sighting.position, std::nullopt);
 }
 
 }  // namespace

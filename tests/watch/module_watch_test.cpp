@@ -11,8 +11,11 @@
 
 #include <functional>
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "nanlocator/watch/position.hpp"
 
 namespace nanlocator {
 namespace {
@@ -209,6 +212,49 @@ TEST(ModuleWatch, MayBeDestroyedBeforeAutogradsGraph) {
   }
   loss.backward();
   EXPECT_TRUE(x.grad().defined());
+}
+
+TEST(ModuleWatch, ABirthHasThePositionAtWhichItsModuleReturned) {
+  PositionCounter crossings;
+  ModuleWatch watch;
+  watch.begin_step();
+  crossings.begin();
+  crossings.add(0);
+  const auto data = at::zeros({3}).set_requires_grad(true);
+  const auto loss = call(watch, "model", data * 1, [&](const at::Tensor& x) {
+    const auto y = call(watch, "model.root", x, [&](const at::Tensor& z) {
+      crossings.add(0);
+      return at::sqrt(z);
+    });
+    crossings.add(0);
+    return call(watch, "model.log", y, [](const at::Tensor& z) { return at::log(z); }).sum();
+  });
+  crossings.add(0);
+  const auto forward = watch.collect(1, {}, {});
+  EXPECT_EQ(places(forward), Lines({"inf forward model.log output[0]"}));
+  EXPECT_EQ(forward.births.at(0).sighting.position, 3);
+  ASSERT_EQ(forward.sightings.size(), 2U);
+  EXPECT_EQ(forward.sightings[1].position, 3);  // of the model, which returned before the fourth
+  crossings.add(0);
+  loss.backward();
+  const auto backward = watch.collect(1, {}, {}).sightings;
+  EXPECT_EQ(backward.back().phase, Phase::backward);
+  EXPECT_EQ(backward.back().position, 5);
+}
+
+TEST(ModuleWatch, WhatWasBadBeforeThePassHasNoPositionInIt) {
+  PositionCounter crossings;
+  ModuleWatch watch;
+  crossings.begin();
+  watch.begin_step();
+  const auto weight = at::full({3, 3}, NAN);
+  (void)call(watch, "layer", at::ones({2, 3}),
+             [&](const at::Tensor& x) { return at::matmul(x, weight); });
+  (void)call(watch, "reader", at::full({2}, NAN), twice);  // the batch
+  const std::vector<NamedTensor> parameters = {{"layer.weight", weight}};
+  const auto collected = watch.collect(1, parameters, {});
+  ASSERT_FALSE(collected.births.empty());
+  for (const auto& birth : collected.births) EXPECT_EQ(birth.sighting.position, std::nullopt);
 }
 
 }  // namespace

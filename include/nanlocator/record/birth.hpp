@@ -183,7 +183,8 @@ struct Birth {
   BirthKind kind = BirthKind::nan;
   /// The bad tensor and its place. phase: forward, loss (a forward operator outside any module) or
   /// backward, params_after for the optimizer's own; module; op ("aten::div.Tensor", "" from the
-  /// watch); role "output[0]", "grad_input[1]", "weight".
+  /// watch); role "output[0]", "grad_input[1]", "weight". position: when the operator, kernel or
+  /// module returned or, if something unseen made the value, when it was first read.
   Sighting sighting;
   bool is_module_inferred =
       false;  // no module was entered: the one whose parameter was last used on this thread

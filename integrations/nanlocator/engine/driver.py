@@ -166,6 +166,8 @@ class Adapter:
     def naming_modules(self, watch: ModuleObserver | None = None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(without_graphs(self.models))
+            if self.boundaries is not None:
+                stack.enter_context(self.boundaries.counting())
             for hooks in self.trace_hooks(watch):
                 stack.enter_context(hooks)
             yield

@@ -125,7 +125,8 @@ class Pipeline:
         self._before_first = before_first
         self._is_in_pass = True
         try:
-            return step(self.schedule, *args, **kwargs)
+            with self.boundaries.counting():
+                return step(self.schedule, *args, **kwargs)
         finally:
             self._is_in_pass = False
             self._before_first = None
