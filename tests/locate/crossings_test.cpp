@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstdint>
 #include <limits>
+#include <optional>
 #include <random>
 
 #include "locate/crossing_simulator/pass.hpp"
@@ -36,6 +38,52 @@ Layout four_by_two() {
 Verdict locate_all(const Layout& layout, const std::vector<Fault>& faults) {
   return locate(Pass(layout, faults, 1).ledgers(), layout.world());
 }
+
+// ---- the simulator's positions (nanlocator/watch/position.hpp) ----
+
+TEST(CrossingSimulator, TheCrossingsOfARankAreNumberedInTheirOrder) {
+  const Layout layout = four_by_two();
+  const Fault fault{.plant = Plant::operator_forward, .tp = 1, .microbatch = 0};
+  for (const Ledger& ledger : Pass(layout, {fault}, 3).ledgers()) {
+    std::int64_t last_sent = -1, number = 0;
+    for (const CrossingCoverage& lane : ledger.crossings) number += lane.count;
+    std::optional<std::int64_t> before = 0;
+    for (const Sighting& each : ledger.sightings) {
+      if (!each.crossing) {
+        EXPECT_EQ(each.position, std::nullopt);
+        continue;
+      }
+      EXPECT_GE(each.position, before);
+      EXPECT_LE(each.position, number);
+      before = each.position;
+      if (each.role != "sent") continue;
+      EXPECT_GT(*each.position, last_sent);  // no two crossings have the same number
+      last_sent = *each.position;
+    }
+    if (ledger.coordinates.dp.rank == 0) EXPECT_GE(last_sent, 0) << ledger.coordinates.rank;
+  }
+}
+
+TEST(CrossingSimulator, ABirthIsSeenByNothingBeforeTheNextCrossing) {
+  const Layout layout = four_by_two();
+  for (const auto plant : {Plant::operator_forward, Plant::operator_backward}) {
+    const Fault fault{.plant = plant, .tp = 1, .dp = 1, .microbatch = 2, .is_repeated = true};
+    const auto ledgers = ledgers_with_repeat(layout, {fault}, 7);
+    const Ledger& guilty = ledgers.at(static_cast<std::size_t>(rank_of(layout, fault)));
+    ASSERT_EQ(guilty.births.size(), 1U);
+    ASSERT_FALSE(guilty.sightings.empty());
+    EXPECT_EQ(guilty.sightings[0].role, "sent");
+    EXPECT_GT(guilty.sightings[0].position, 0);
+    EXPECT_EQ(guilty.births[0].sighting.position, guilty.sightings[0].position);
+  }
+  const Fault weight{
+      .plant = Plant::weight, .microbatch = pipeline::kEveryMicrobatch, .is_repeated = true};
+  const auto births = ledgers_with_repeat(layout, {weight}, 7).at(0).births;
+  ASSERT_FALSE(births.empty());
+  for (const Birth& birth : births) EXPECT_EQ(birth.sighting.position, std::nullopt);
+}
+
+// ---- verdicts ----
 
 TEST(Crossings, AHealthyStepIsClean) {
   const Verdict verdict = locate_all(four_by_two(), {});

@@ -118,7 +118,7 @@ using BadByRank = std::map<int, BadParameters>;
 /// The rank's value in `by_rank`, or an empty one.
 template <typename Value>
 [[nodiscard]] const Value& found_or_empty(const std::map<int, Value>& by_rank, int rank) {
-  static const Value kNone;
+  static const Value kNone{};
   const auto found = by_rank.find(rank);
   return found == by_rank.end() ? kNone : found->second;
 }

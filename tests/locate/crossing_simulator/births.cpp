@@ -73,22 +73,38 @@ Birth birth_of(const Layout& layout, const Fault& fault, int microbatch) {
   return birth;
 }
 
+/// Not in the pass: what was bad before it, and a gradient that is read after it.
+std::optional<std::int64_t> position_of(const Birth& birth, const Fault& fault,
+                                        const Strikes& strikes, const RankCoordinates& at) {
+  const bool is_outside = birth.kind == BirthKind::weight || birth.kind == BirthKind::buffer ||
+                          birth.kind == BirthKind::data || fault.plant == Plant::gradient;
+  if (is_outside) return std::nullopt;
+  const bool is_backward =
+      fault.plant == Plant::operator_backward && !fault.birth.is_of_auxiliary_loss;
+  return strikes.position_of(fault, is_backward, *birth.sighting.microbatch, at.dp.rank,
+                             at.tp.rank);
+}
+
 }  // namespace
 
-std::vector<Birth> births_of(const Layout& layout, const Fault& fault, int rank) {
+std::vector<Birth> births_of(const Layout& layout, const Fault& fault, const Strikes& strikes,
+                             int rank) {
   std::vector<Birth> births;
   if (!is_traced_on(layout, fault, rank)) return births;
   for (int microbatch = 0; microbatch < layout.microbatches; ++microbatch) {
-    if (fault.is_in(microbatch)) births.push_back(birth_of(layout, fault, microbatch));
+    if (!fault.is_in(microbatch)) continue;
+    Birth& birth = births.emplace_back(birth_of(layout, fault, microbatch));
+    birth.sighting.position = position_of(birth, fault, strikes, layout.coordinates_of(rank));
   }
   return births;
 }
 
-Birth receipt() {
+Birth receipt(const Sighting& first) {
   Birth receipt;
   receipt.kind = BirthKind::collective;
   receipt.sighting = sighting_of(Phase::forward, 0, 0, 1);
   receipt.sighting.op = "aten::add.Tensor";
+  receipt.sighting.position = first.position;
   receipt.reached = {{ReachedKind::loss, "loss"}};
   return receipt;
 }

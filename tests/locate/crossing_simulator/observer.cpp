@@ -45,6 +45,7 @@ void Observer::collective(const Place& place, const std::string& group,
   for (const int rank : members) crossing.sequence = count(place, rank, kind);
   for (std::size_t i = 0; i < members.size(); ++i) {
     write(place, members[i], op, "sent", crossing, sent[i]);
+    issue(place, members[i]);
   }
   if (op.find("allgather") != std::string::npos) return;  // scanned on the sender
   for (std::size_t i = 0; i < members.size(); ++i) {
@@ -57,11 +58,13 @@ std::int64_t Observer::send(const Place& place, const Link& link, Tokens tokens)
   const Kind kind{"pp", link.pipeline, link.to, "sent"};
   const std::int64_t sequence = count(place, link.from, kind);
   write(place, link.from, "c10d::send", "sent", {"pp", link.pipeline, link.to, sequence}, tokens);
+  issue(place, link.from);
   return sequence;
 }
 
 void Observer::receive(const Place& place, const Link& link, std::int64_t sequence, Tokens tokens) {
   count(place, link.to, {"pp", link.pipeline, link.from, "received"});
+  issue(place, link.to);
   write(place, link.to, "c10d::recv_", "received", {"pp", link.pipeline, link.from, sequence},
         tokens);
 }
@@ -124,6 +127,15 @@ std::int64_t Observer::count(const Place& place, int rank, const Kind& kind) {
   return (before == of_pass.end() ? 0 : before->second) + late_counts_[rank][kind]++;
 }
 
+void Observer::issue(const Place& place, int rank) {
+  ++(is_of_pass(place.phase) ? issued_ : late_issued_)[rank];
+}
+
+std::int64_t Observer::position_of(int rank) const {
+  const auto of_pass = issued_.find(issued_.contains(rank) ? rank : rank - offset_of(rank));
+  return (of_pass == issued_.end() ? 0 : of_pass->second) + found_or_empty(late_issued_, rank);
+}
+
 Sighting* Observer::write(const Place& place, int rank, const std::string& op,
                           std::string_view role, const Crossing& crossing, Tokens bad) {
   if (bad == 0) return nullptr;
@@ -137,6 +149,7 @@ Sighting* Observer::write(const Place& place, int rank, const std::string& op,
   sighting.op = op;
   sighting.role = role;
   sighting.crossing = crossing;
+  sighting.position = position_of(rank);
   return &bad_crossings_[rank].emplace_back(std::move(sighting));
 }
 

@@ -40,6 +40,9 @@ class Observer {
   /// A NaN loss; empty: of a microbatch without valid labels.
   void loss(const Place& place, int rank, bool is_empty);
 
+  /// The number of crossings that the rank has issued.
+  [[nodiscard]] std::int64_t position_of(int rank) const;
+
   /// In a ledger's order.
   [[nodiscard]] std::vector<Sighting> sightings_on(int rank) const;
   [[nodiscard]] std::vector<CrossingCoverage> crossings_on(int rank) const;
@@ -67,11 +70,14 @@ class Observer {
 
   /// Counts one more of the kind, and returns its sequence number.
   std::int64_t count(const Place& place, int rank, const Kind& kind);
+  /// The rank's call that issues a crossing has returned.
+  void issue(const Place& place, int rank);
   Sighting* write(const Place& place, int rank, const std::string& op, std::string_view role,
                   const Crossing& crossing, Tokens bad);
 
   Layout layout_;
   std::map<int, Counts> counts_, late_counts_;  // by rank; during passes, and after them
+  std::map<int, std::int64_t> issued_, late_issued_;
   std::map<int, std::vector<Sighting>> bad_crossings_, losses_;
 };
 

@@ -161,9 +161,11 @@ std::vector<Birth> Pass::births_on(int rank) const {
   std::vector<Birth> births;
   for (const Fault& fault : faults_) {
     if (!has_struck(fault)) continue;
-    std::ranges::move(births_of(layout_, fault, rank), std::back_inserter(births));
+    std::ranges::move(births_of(layout_, fault, strikes_, rank), std::back_inserter(births));
   }
-  if (births.empty() && has_crossed(rank)) births.push_back(receipt());
+  if (births.empty() && has_crossed(rank)) {
+    births.push_back(receipt(observer_.sightings_on(rank).front()));
+  }
   return births;
 }
 

@@ -102,10 +102,12 @@ void Replica::compute_loss(const Grid& hidden, const Place& stage) {
   exchange_.all_reduce(exponentials, stage);
   Grid& bad = bad_logits_[stage.microbatch] = std::move(largest);
   tokens_.each_cell([&](int lane, int tp) {
+    const int rank = exchange_.rank_at(lane, tp, stage.stage);
+    strikes_.note_position(stage, first_dp_ + lane, tp, observer_.position_of(rank));
     const bool is_empty = strikes_.at_loss(stage.microbatch, first_dp_ + lane);
     if (is_empty) bad[lane][tp] = tokens_.of_lane(lane);
     if (bad[lane][tp] == 0) return;
-    observer_.loss(stage, exchange_.rank_at(lane, tp, stage.stage), is_empty);
+    observer_.loss(stage, rank, is_empty);
   });
 }
 
@@ -188,6 +190,8 @@ void Replica::backward_experts(Grid& region, const Saved& saved, const Place& ex
 void Replica::strike(Grid& region, const Place& place) {
   const Grid here = has_experts(*place.block) ? tokens_.routed() : tokens_.gathered();
   tokens_.each_cell([&](int lane, int tp) {
+    const int rank = exchange_.rank_at(lane, tp, place.stage);
+    strikes_.note_position(place, first_dp_ + lane, tp, observer_.position_of(rank));
     region[lane][tp] |= strikes_.at_operators(place, first_dp_ + lane, tp, here[lane][tp]);
   });
 }

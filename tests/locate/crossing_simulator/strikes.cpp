@@ -72,4 +72,19 @@ bool Strikes::at_loss(int microbatch, int dp) {
   return is_empty;
 }
 
+void Strikes::note_position(const Place& place, int dp, int tp, std::int64_t position) {
+  for (const Fault& fault : faults_) {
+    const bool is_loss = fault.plant == Plant::empty_loss && !place.block;
+    if (!is_loss && (!is_in_block(fault, place) || fault.tp != tp)) continue;
+    positions_[{key_of(fault), place.is_backward(), place.microbatch, dp, tp}] = position;
+  }
+}
+
+std::optional<std::int64_t> Strikes::position_of(const Fault& fault, bool is_backward,
+                                                 int microbatch, int dp, int tp) const {
+  const auto found = positions_.find({key_of(fault), is_backward, microbatch, dp, tp});
+  if (found == positions_.end()) return std::nullopt;
+  return found->second;
+}
+
 }  // namespace nanlocator::pipeline

@@ -2,6 +2,9 @@
 // become bad, and records which fault struck.
 #pragma once
 
+#include <cstdint>
+#include <map>
+#include <optional>
 #include <set>
 #include <tuple>
 #include <vector>
@@ -25,6 +28,11 @@ class Strikes {
   /// True if the microbatch has no valid labels on dp rank `dp`.
   bool at_loss(int microbatch, int dp);
 
+  /// The rank's position when the operators of a fault run there, whether they are hit or not.
+  void note_position(const Place& place, int dp, int tp, std::int64_t position);
+  [[nodiscard]] std::optional<std::int64_t> position_of(const Fault& fault, bool is_backward,
+                                                        int microbatch, int dp, int tp) const;
+
   /// True if the fault had any effect; only for faults that strike in a pass.
   [[nodiscard]] bool have_come_of(const Fault& fault) const {
     return struck_.contains(key_of(fault));
@@ -38,6 +46,7 @@ class Strikes {
 
   std::vector<Fault> faults_;
   std::set<Key> struck_;
+  std::map<std::tuple<Key, bool, int, int, int>, std::int64_t> positions_;
 };
 
 }  // namespace nanlocator::pipeline
