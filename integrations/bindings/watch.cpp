@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "nanlocator/operators/operator_trace.hpp"
 #include "nanlocator/tensor/scan_one.hpp"
 #include "nanlocator/watch/module_scope.hpp"
 #include "nanlocator/watch/module_watch.hpp"

@@ -667,6 +667,22 @@ bool was_broadcast_by(const Incident& incident, const Origin& origin, const Root
   });
 }
 
+/// A reduction that returned Inf: its sum overflowed if the members' largest addends allow it.
+void judge_sum(Origin& origin, const std::map<int, double>& addends) {
+  const Fact& received = origin.facts.front();
+  if (received.kind != FactKind::came_from_collective || !origin.tensor) return;
+  const bool is_known =
+      !received.peers.empty() &&
+      std::ranges::all_of(received.peers, [&](int member) { return addends.contains(member); });
+  if (!is_known || origin.tensor->nan > 0) return;
+  double sum = 0;
+  for (const auto& [rank, largest] : addends) sum += largest;
+  auto overflow = sum_beyond_range(sum, received.peers.size(), origin.tensor->dtype);
+  if (!overflow) return;
+  origin.cause = Cause::collective_sum;
+  origin.facts.push_back(*std::move(overflow));
+}
+
 /// True if the first pass scanned crossings of the collective's group, or if the group is unknown.
 bool is_of_watched_group(const Root& root) {
   const RankList& members = root.birth->members;
@@ -696,6 +712,7 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
   }
 
   std::vector<BornOrigin> born;
+  std::vector<std::map<int, double>> addends;  // of each: the largest that a rank put in
   std::map<BirthIdentity, std::size_t> known;
   for (const Root& root : roots) {
     const auto [entry, is_new] = known.try_emplace(identity_of(*root.birth), born.size());
@@ -709,6 +726,10 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
       add_rank(origin, *root.rank);
     }
     BornOrigin& each = born[entry->second];
+    addends.resize(born.size());
+    if (const auto largest = root.birth->largest_sent) {
+      addends[entry->second].try_emplace(root.rank->rank(), *largest);
+    }
     if (const auto microbatch = root.birth->sighting.microbatch) {
       each.microbatches.insert(*microbatch);
     }
@@ -716,6 +737,7 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
       if (reached.kind == ReachedKind::parameter) each.reached.insert(std::move(reached.name));
     }
   }
+  for (std::size_t i = 0; i < born.size(); ++i) judge_sum(born[i].origin, addends[i]);
   // A buffer that DistributedDataParallel broadcasts has no name, because it is packed with others.
   // Watched crossings show the sender.
   for (const Root& root : received) {

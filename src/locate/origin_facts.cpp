@@ -33,15 +33,31 @@ std::optional<double> largest_gradient(const RankEvidence& rank,
   return largest;
 }
 
-/// What the largest local gradient of each member adds up to; empty if one is not known.
-std::optional<double> sum_of_maxima(const Incident& incident, Phase phase,
+/// The largest that the rank put into this reduction in the re-run, whose result was bad there,
+/// too.
+std::optional<double> largest_sent(const RankEvidence& rank, const Sighting& received) {
+  std::optional<double> largest;
+  for (const Birth& birth : rank.ledger().births) {
+    const bool is_it = birth.kind == BirthKind::collective && received.crossing &&
+                       birth.sighting.op == received.op &&
+                       birth.members == received.crossing->members &&
+                       birth.sighting.module == received.module &&
+                       birth.sighting.microbatch == received.microbatch;
+    if (is_it) largest = std::max(largest, birth.largest_sent);
+  }
+  return largest;
+}
+
+/// What the largest addend of each member adds up to; empty if one is not known.
+std::optional<double> sum_of_maxima(const Incident& incident, const Sighting& received,
                                     const std::vector<int>& members,
                                     const std::set<std::string_view>& parameters) {
-  if (phase <= Phase::grad_local) return std::nullopt;
   double sum = 0;
   for (const int member : members) {
     const RankEvidence* const rank = incident.find(member);
-    const auto largest = rank != nullptr ? largest_gradient(*rank, parameters) : std::nullopt;
+    if (rank == nullptr) return std::nullopt;
+    const auto largest = received.phase > Phase::grad_local ? largest_gradient(*rank, parameters)
+                                                            : largest_sent(*rank, received);
     if (!largest) return std::nullopt;
     sum += *largest;
   }
@@ -93,19 +109,25 @@ std::optional<Fact> near_overflow(const Sighting& sighting) {
 std::optional<Fact> overflow_of_sum(const Incident& incident, const Sighting& sighting,
                                     const std::vector<int>& members,
                                     const std::set<std::string_view>& parameters) {
-  Fact fact{.count = std::ssize(members), .dtype = sighting.dtype};
-  if (const auto sum = sum_of_maxima(incident, sighting.phase, members, parameters)) {
-    const auto largest = largest_finite(sighting.dtype);
-    if (!largest || sighting.stats.nan > 0 || *sum <= *largest) return std::nullopt;
-    fact.kind = FactKind::sum_may_exceed_range;
-    fact.value = sum;
-    fact.last_value = largest;
-    return fact;
+  if (const auto sum = sum_of_maxima(incident, sighting, members, parameters)) {
+    if (sighting.stats.nan > 0) return std::nullopt;
+    return sum_beyond_range(*sum, members.size(), sighting.dtype);
   }
   if (!is_near_overflow(sighting, 2.0 * static_cast<double>(members.size()))) return std::nullopt;
-  fact.kind = FactKind::sum_near_overflow;
-  fact.value = sighting.stats.absmax;
-  return fact;
+  return Fact{.kind = FactKind::sum_near_overflow,
+              .count = std::ssize(members),
+              .value = sighting.stats.absmax,
+              .dtype = sighting.dtype};
+}
+
+std::optional<Fact> sum_beyond_range(double sum, std::size_t members, const std::string& dtype) {
+  const auto largest = largest_finite(dtype);
+  if (!largest || sum <= *largest) return std::nullopt;
+  return Fact{.kind = FactKind::sum_may_exceed_range,
+              .count = static_cast<std::int64_t>(members),
+              .value = sum,
+              .last_value = largest,
+              .dtype = dtype};
 }
 
 Direction direction_of(Phase phase) noexcept {

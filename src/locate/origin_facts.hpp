@@ -21,13 +21,16 @@ namespace nanlocator::inline locate_room {
 [[nodiscard]] Direction direction_of(Phase phase) noexcept;
 /// For a tensor with Inf and no NaN whose finite elements come close to its dtype's largest.
 [[nodiscard]] std::optional<Fact> near_overflow(const Sighting& sighting);
-/// For Inf without NaN in the sum of the members' finite addends, if it may have overflowed. Of
-/// gradients, the members' maxima before the reduction show it: those of `parameters`, or of all if
-/// that is empty. Else the sum's finite elements give a hint.
+/// For Inf without NaN in the sum of the members' finite addends, if it may have overflowed: by the
+/// maxima of the addends (gradients before their reduction: those of `parameters`, or of all if
+/// that is empty), if they are known; else the sum's finite elements give a hint.
 [[nodiscard]] std::optional<Fact> overflow_of_sum(const Incident& incident,
                                                   const Sighting& sighting,
                                                   const std::vector<int>& members,
                                                   const std::set<std::string_view>& parameters);
+/// For the largest addends of all members, which add up to `sum`; empty if that is in the range.
+[[nodiscard]] std::optional<Fact> sum_beyond_range(double sum, std::size_t members,
+                                                   const std::string& dtype);
 
 /// For ranks that gather weights at each use, if not all of the gathers were scanned.
 [[nodiscard]] std::optional<Fact> weights_gathered_unseen(const Incident& incident,

@@ -70,7 +70,7 @@ std::string collectives_table(const Json& verdict) {
                    size_text(row.at("largest_bytes").get<double>()).c_str(),
                    rate_text(row.at("bus_bytes_per_second").get<double>()).c_str());
     if (!row.at("outliers").empty()) text += "  slow: ranks " + row.at("outliers").dump();
-    text += "\n";
+    text += '\n';
   }
   return text;
 }

@@ -70,6 +70,7 @@ struct Frame {
   std::uint64_t start = 0;  // the trace's clock
   BirthIds nested;          // births that calls inside made or passed on
   BirthIds sent;            // of a collective: births in its inputs
+  double largest_sent = 0;  // of a reduction: the largest finite magnitude in them
 
   // Containers, nodes and evaluate_function. Operations, if autograd records them:
   std::string name;  // without "autograd::engine::evaluate_function: "

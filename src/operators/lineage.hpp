@@ -73,6 +73,7 @@ struct Place {
   /// In backward, of the forward operator; inside a frame off the dispatcher, of that frame.
   ProgramCode::Caller caller;
   std::shared_ptr<const NamedGroup> group;  // of a collective, if it has been named
+  double largest_sent = 0;  // of a reduction: the largest finite magnitude of this rank's input
   /// Of an allocation, if the trace fills fresh memory.
   ProgramCode::Caller allocated_at;
   /// Of the frame, null without one. The trace's lock guards the pointee.

@@ -274,7 +274,7 @@ BirthIds OperatorTrace::Impl::roots_of(const at::Tensor& values, ThreadFrames& f
     }
     if (!fused.empty()) return fused;
   }
-  const BirthIds before = passed_through(root, values, frames);
+  BirthIds before = passed_through(root, values, frames);
   if (!before.empty()) return before;
   return {add_root(root, values, frames, reader)};
 }
@@ -564,6 +564,7 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
       birth.members = root.place->group->members;
     }
     if (root.place && !root.place->module.empty()) birth.sighting.module = root.place->module;
+    if (root.place && root.place->largest_sent > 0) birth.largest_sent = root.place->largest_sent;
   } else if (root.kind == BirthKind::memory) {
     birth.sighting.op = root.writer;
   } else if (root.kind == BirthKind::literal) {

@@ -28,7 +28,7 @@ BirthIds OperatorTrace::Impl::origins_of_result(const NamedTensor& result, const
     const BirthIds fused = fused_origins_of({result.name, values}, root, frames);
     if (!fused.empty()) return fused;
   }
-  const BirthIds before = passed_through(root, values, frames);
+  BirthIds before = passed_through(root, values, frames);
   if (!before.empty()) return before;
   const BirthId id = add_root(root, values, frames, "explain");
   const std::lock_guard lock(mutex);

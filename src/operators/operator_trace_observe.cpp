@@ -197,10 +197,16 @@ void OperatorTrace::Impl::scan_what_is_sent(Frame& frame, ThreadFrames& frames) 
   const auto holds_tensors = [](const c10::IValue& value) {
     return value.isTensor() || value.isTensorList() || value.isList();
   };
+  const bool is_sum = is_reduction(*frame.info->collective);
   const bool has_output_first = frame.arguments.size() > 1 && holds_tensors(frame.arguments[1]);
   const auto add = [&](const at::Tensor& tensor, int) {
-    if (!is_plainly_observable(tensor) || !is_bad(tensor)) return;
-    unite(frame.sent, origins_of(tensor, frames, frame.info->full_name));
+    if (!is_plainly_observable(tensor)) return;
+    const at::Tensor values = values_of(tensor);
+    if (is_sum && values.defined()) {
+      const TensorStats stats = stats_of(values, options.threads);
+      if (stats.has_finite()) frame.largest_sent = std::max(frame.largest_sent, stats.absmax);
+    }
+    if (is_bad(tensor)) unite(frame.sent, origins_of(tensor, frames, frame.info->full_name));
   };
   const c10::IValue& input = frame.arguments[has_output_first ? 1 : 0];
   for_each_tensor_at(input, add);
@@ -670,6 +676,7 @@ std::shared_ptr<const Place> OperatorTrace::Impl::place_of_collective(const Fram
                                                                       ThreadFrames& frames) {
   Place place = current_place(frames);
   place.group = group_of(collective);
+  place.largest_sent = collective.largest_sent;
   return std::make_shared<const Place>(std::move(place));
 }
 

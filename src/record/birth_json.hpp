@@ -64,24 +64,24 @@ constexpr auto json_fields(const Reached*) {
 
 constexpr auto json_fields(const Birth*) {
   using B = Birth;
-  return std::tuple(JsonField("kind", &B::kind), JsonField("sighting", &B::sighting),
-                    JsonField("is_module_inferred", &B::is_module_inferred),
-                    JsonField("is_custom_operator", &B::is_custom_operator),
-                    JsonOrNull("node", &B::node), JsonOrNull("forward_operator", &B::forward_op),
-                    JsonOrNull("custom_function", &B::custom_function),
-                    JsonField("parent", &B::parent), JsonOrNull("literal_operator", &B::literal_op),
-                    JsonAdded(JsonField("allocated_at", &B::allocated_at)),
-                    JsonField("code", &B::code), JsonField("framework_code", &B::framework_code),
-                    JsonField("operands", &B::operands), JsonField("extent", &B::extent),
-                    JsonField("weights", &B::weights), JsonOrNull("reader", &B::reader),
-                    JsonOrNull("writer", &B::writer), JsonField("last_seen", &B::last_seen),
-                    JsonOrNull("inside", &B::inside), JsonField("stack", &B::stack),
-                    JsonField("reached", &B::reached), JsonOrNull("bundle", &B::bundle),
-                    JsonField("replay", &B::replay), JsonField("replay_lines", &B::replay_lines),
-                    JsonAdded(JsonOrNull("group", &B::group)),
-                    JsonAdded(JsonField("members", &B::members)),
-                    JsonAdded(JsonField("kernel_call", &B::kernel_call)),
-                    JsonAdded(JsonField("kernel_replay", &B::kernel_replay)));
+  return std::tuple(
+      JsonField("kind", &B::kind), JsonField("sighting", &B::sighting),
+      JsonField("is_module_inferred", &B::is_module_inferred),
+      JsonField("is_custom_operator", &B::is_custom_operator), JsonOrNull("node", &B::node),
+      JsonOrNull("forward_operator", &B::forward_op),
+      JsonOrNull("custom_function", &B::custom_function), JsonField("parent", &B::parent),
+      JsonOrNull("literal_operator", &B::literal_op),
+      JsonAdded(JsonField("allocated_at", &B::allocated_at)), JsonField("code", &B::code),
+      JsonField("framework_code", &B::framework_code), JsonField("operands", &B::operands),
+      JsonField("extent", &B::extent), JsonField("weights", &B::weights),
+      JsonOrNull("reader", &B::reader), JsonOrNull("writer", &B::writer),
+      JsonField("last_seen", &B::last_seen), JsonAdded(JsonField("largest_sent", &B::largest_sent)),
+      JsonOrNull("inside", &B::inside), JsonField("stack", &B::stack),
+      JsonField("reached", &B::reached), JsonOrNull("bundle", &B::bundle),
+      JsonField("replay", &B::replay), JsonField("replay_lines", &B::replay_lines),
+      JsonAdded(JsonOrNull("group", &B::group)), JsonAdded(JsonField("members", &B::members)),
+      JsonAdded(JsonField("kernel_call", &B::kernel_call)),
+      JsonAdded(JsonField("kernel_replay", &B::kernel_replay)));
 }
 /// Also reads births that were written before births had operands.
 void read_fields(const JsonObject& object, Birth& birth);

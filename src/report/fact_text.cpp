@@ -121,7 +121,7 @@ std::string unordered_text(const Fact& fact, Concurrent other) {
   const std::string user = fact.transfer + beside;
   const std::string uses = is_write ? " uses" : " writes";
   const std::string on_ranks = ", on " + ranks_text(fact.ranks) + ": ";
-  const std::string text =
+  std::string text =
       who_of(fact) + at_line(fact) + (is_write ? " wrote to" : " read") + " memory that ";
   switch (other) {
     case Concurrent::transfer:

@@ -383,6 +383,26 @@ TEST(BirthOrigins, ZeroOverAZeroThatIsNoCountIsNoEmptyLossMask) {
   EXPECT_EQ(cause_of({4}, false), Cause::operator_undefined);  // in one of four elements
 }
 
+TEST(BirthOrigins, InfOfAReductionIsAnOverflowIfTheMembersInputsAddUpToOne) {
+  const auto cause_of = [](double largest, std::int64_t nan) {
+    std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
+    for (Ledger& ledger : ledgers) {
+      Birth received = birth_of(BirthKind::collective, Phase::backward, "c10d::allreduce_");
+      received.group = "tp";
+      received.members = {0, 1};
+      received.sighting.dtype = "float16";
+      received.sighting.stats.nan = nan;
+      received.sighting.stats.pos_inf = 1;
+      received.largest_sent = largest;
+      ledger.births = {received};
+    }
+    return locate(ledgers, 2).origins.at(0).cause;
+  };
+  EXPECT_EQ(cause_of(40000, 0), Cause::collective_sum);  // fp16 ends at 65504
+  EXPECT_EQ(cause_of(30000, 0), Cause::collective_result);
+  EXPECT_EQ(cause_of(40000, 1), Cause::collective_result);
+}
+
 TEST(BirthOrigins, EachKindHasItsCause) {
   const auto cause_of = [](BirthKind kind, Phase phase) {
     Ledger ledger = ledger_of(0, 1);

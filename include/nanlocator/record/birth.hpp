@@ -211,6 +211,8 @@ struct Birth {
   LastSeen last_seen = LastSeen::unknown;
   std::string group;   // of a collective: its process group; "" if unnamed
   RankList members;    // the group's global ranks
+  /// Of a reduction's result: the largest finite magnitude of this rank's input.
+  std::optional<double> largest_sent{};
   std::string inside;  // the enclosing custom function or compiled region, by its frame's name
   std::vector<std::string> stack;  // Python frames, innermost first: "file.py:12 in forward"
   std::vector<Reached> reached;    // the losses, gradients and ranks that make it an origin
