@@ -30,7 +30,7 @@ import context_attention
 import torch
 import torch.distributed as dist
 from gpt_training import Trainer, local_tensor
-from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 FAULTS: dict[str, type[Fault]] = {}
@@ -722,6 +722,106 @@ class TensorParallelGather(TensorParallelReduction):
 
 
 @dataclasses.dataclass
+class Exchange(_InPass):
+    name = "exchange"
+    description = (
+        "one element of what a collective gives to one member, in forward or backward of one microbatch, is "
+        "overwritten when the collective is complete; `turn`: the collective's number in that direction, "
+        "those on integers left out"
+    )
+
+    repeats: int | None = None
+    direction: str = "forward"
+    microbatch: int = 1
+    turn: int = 0
+    element: int = 3
+    value: float = math.nan
+
+    def attach(self, trainer: Trainer) -> None:
+        if self.direction not in ("forward", "backward"):
+            raise ValueError(f"{self.name}: direction {self.direction!r}, expected forward or backward")
+        step = f"{self.direction}_step"
+        inner = getattr(schedules, step)
+
+        @functools.wraps(inner)
+        def computed(*args, **kwargs):
+            if trainer.iteration != self.iteration:
+                return inner(*args, **kwargs)
+            reached = itertools.count()
+
+            def spoil(tensor: torch.Tensor) -> None:
+                if trainer.microbatch != self.microbatch or not tensor.is_floating_point():
+                    return
+                if next(reached) != self.turn or not (number := self._pass_to_act_in(trainer)):
+                    return
+                overwrite(tensor, self.element, self.value)
+                self._record(
+                    trainer,
+                    phase=self.direction,
+                    pass_number=number,
+                    microbatch=self.microbatch,
+                    chunk=trainer.chunk,
+                    shape=list(tensor.shape),
+                    element=self.element,
+                    value=str(self.value),
+                )
+
+            with _Wire.spoiled_by(spoil):
+                return inner(*args, **kwargs)
+
+        setattr(schedules, step, computed)
+
+
+@dataclasses.dataclass
+class OverflowingSum(_InPass):
+    name = "overflowing_sum"
+    description = (
+        "one element of what each tensor-parallel rank of a replica gives to a row-parallel layer's sum is "
+        "finite, and so large that the sum overflows"
+    )
+
+    repeats: int | None = None
+    layer: int = 1
+    microbatch: int = 1
+    element: int = 3
+
+    def concerns(self, trainer: Trainer) -> bool:
+        own, named = trainer.coordinates, trainer.coordinates_of(self.rank)
+        return all(own[axis] == named[axis] for axis in ("pp", "dp", "cp"))
+
+    def attach(self, trainer: Trainer) -> None:
+        layer = trainer.layer(self.layer)
+        if layer is None or trainer.config.tp == 1 or isinstance(layer.mlp, MoELayer):
+            raise ValueError(f"{self.name}: no dense layer {self.layer} with tensor parallelism on this rank")
+        linear = layer.mlp.linear_fc2
+        inner = linear._forward_impl
+
+        def forward(*args, **kwargs):
+            part = inner(*args, **kwargs)
+            if trainer.microbatch != self.microbatch or trainer.direction != "forward":
+                return part
+            if not (number := self._pass_to_act_in(trainer)):
+                return part
+            large = torch.zeros_like(part)
+            large.view(-1)[self.element] = 0.75 * torch.finfo(part.dtype).max
+            part = part + large
+            self._record(
+                trainer,
+                phase="forward",
+                pass_number=number,
+                microbatch=self.microbatch,
+                chunk=trainer.chunk,
+                module=f"decoder.layers.{self.layer}.mlp.linear_fc2",
+                shape=list(part.shape),
+                element=self.element,
+                is_finite=bool(part.isfinite().all()),
+            )
+            return part
+
+        linear._forward_impl = forward
+
+
+@dataclasses.dataclass
 class ContextParallelTransfer(_InPass):
     name = "context_parallel_transfer"
     description = (
@@ -1040,6 +1140,29 @@ class BadWeight(_OnOwner):
                 )
 
         trainer.at_iteration_start.append(plant)
+
+
+@dataclasses.dataclass
+class InfiniteFactor(_InPass):
+    name = "infinite_factor"
+    description = "all reduced gradients of all ranks are multiplied by Inf, as by a loss scale that is Inf"
+
+    repeats: int | None = None
+
+    def concerns(self, trainer: Trainer) -> bool:
+        return True
+
+    def attach(self, trainer: Trainer) -> None:
+        inner = trainer.transformer_config.finalize_model_grads_func
+
+        def finalize(*args, **kwargs):
+            inner(*args, **kwargs)
+            if number := self._pass_to_act_in(trainer):
+                for chunk in trainer.model_chunks:
+                    chunk.scale_gradients(math.inf)
+                self._record(trainer, phase="grad_norm", pass_number=number)
+
+        trainer.transformer_config.finalize_model_grads_func = finalize
 
 
 @dataclasses.dataclass
