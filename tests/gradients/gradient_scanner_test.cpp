@@ -344,7 +344,7 @@ TEST(GradientScanner, KeepsAHealthyStepSilentAndNotesWhatItCovered) {
   const auto collected = scanner.collect(1);
   EXPECT_THAT(collected.sightings, IsEmpty());
   EXPECT_THAT(collected.coverage, ElementsAre(Coverage{Phase::params_before, {1}, {99}},
-                                              Coverage{Phase::grad_local, {0, 2}, {}}));
+                                              Coverage{Phase::grad_local, {0, 2}, {1, 8}}));
   EXPECT_EQ(collected.absmax, 8.0);  // of gradients, not of weights
   EXPECT_EQ(collected.absmax_parameter, "p2");
 }
