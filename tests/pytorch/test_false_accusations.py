@@ -1,0 +1,674 @@
+"""Faults of which the verdict accuses something that is innocent, or names nothing.
+
+A test that is marked xfail states what is right, and its reason what is said instead. Truth is planted: each
+test knows the operator, the tensor or the state that makes its NaN.
+"""
+
+import ctypes
+import functools
+import json
+import math
+import random
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_python
+from torch import nn
+from torch.distributions import Categorical
+from torch.func import functional_call
+
+import nanlocator
+
+
+def accuses(reason, raises=AssertionError):
+    """For a verdict that is wrong today."""
+    return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
+
+
+def the_origin(verdict):
+    assert verdict is not None, "no verdict"
+    found = [(each["cause"], each["operator"], each["module"]) for each in verdict["origins"]]
+    assert len(found) == 1, found
+    return verdict["origins"][0]
+
+
+def verdict_of(model, loss_of, steps=2, optimizer=None, **options):
+    """The verdict on the first bad step, or None; ``loss_of(step)`` computes the loss."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+    watch = nanlocator.watch(model, optimizer, **options)
+    try:
+        for step in range(steps):
+            loss_of(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+    finally:
+        watch.remove()
+    return None
+
+
+# ---- state that a re-run does not restore ------------------------------------------------------------
+
+
+class OwnGenerator(nn.Module):
+    """Draws a noise level of which one is 0, so that the call that draws it divides by zero."""
+
+    LEVELS = (*(1.0,) * 15, 0.0)
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.draw = {"torch": self.by_torch, "numpy": self.by_numpy, "random": self.by_random}[kind]
+        self.torch = torch.Generator().manual_seed(3)
+        self.numpy = np.random.default_rng(3)
+        self.random = random.Random(3)
+
+    def by_torch(self):
+        return int(torch.randint(0, 16, (), generator=self.torch, device="cpu"))
+
+    def by_numpy(self):
+        return int(self.numpy.integers(16))
+
+    def by_random(self):
+        return self.random.randrange(16)
+
+    def forward(self, x):
+        return self.linear(x) / self.LEVELS[self.draw()]
+
+
+def accuses_no_machine(verdict):
+    """The step was restored, or the verdict says what was not."""
+    assert the_origin(verdict)["cause"] != "not_reproduced"
+    assert verdict["rerun"]["reproduced"] or verdict["rerun"]["not_restored"]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "random"])
+@accuses("the machine, or a race: not_reproduced")
+def test_a_generator_of_the_modules_own_accuses_no_machine(kind):
+    model = OwnGenerator(kind)
+    accuses_no_machine(verdict_of(model, lambda _: model(torch.ones(8, 4)).square().mean(), steps=99))
+
+
+calls_of_module = 0
+
+
+def counter(count=[0]):  # noqa: B006
+    count[0] += 1
+    return count[0]
+
+
+def counter_of_closure():
+    count = 0
+
+    def next_count():
+        nonlocal count
+        count += 1
+        return count
+
+    return next_count
+
+
+class Counts(nn.Module):
+    """Counts its calls somewhere; the third divides by zero."""
+
+    of_class = 0
+
+    def __init__(self, where):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.where = where
+        self.settings = types.SimpleNamespace(calls=0)
+        type(self).of_class = 0
+        counter.__defaults__[0][0] = 0
+        self.count = {
+            "a namespace": self.in_namespace,
+            "a global": self.in_global,
+            "a closure": counter_of_closure(),
+            "a default": counter,
+            "the class": self.in_class,
+            "a file": self.in_file,
+        }[where]
+
+    def in_namespace(self):
+        self.settings.calls += 1
+        return self.settings.calls
+
+    def in_global(self):
+        global calls_of_module
+        calls_of_module += 1
+        return calls_of_module
+
+    def in_class(self):
+        Counts.of_class += 1
+        return Counts.of_class
+
+    def in_file(self):
+        file = Path("calls")
+        file.write_text(str(int(file.read_text()) + 1 if file.exists() else 1))
+        return int(file.read_text())
+
+    def forward(self, x):
+        return self.linear(x) / (self.count() != 3)
+
+
+@pytest.mark.parametrize(
+    "where", ["a namespace", "a global", "a closure", "a default", "the class", "a file"]
+)
+@accuses("the machine: not_reproduced, owner cluster operator")
+def test_a_count_of_calls_beside_the_module_accuses_no_machine(where, monkeypatch):
+    monkeypatch.setitem(globals(), "calls_of_module", 0)
+    model = Counts(where)
+    accuses_no_machine(verdict_of(model, lambda _: model(torch.ones(8, 4)).square().mean(), steps=4))
+
+
+class LogOfLinear(nn.Module):
+    def __init__(self, bias=5.0):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        nn.init.constant_(self.linear.bias, bias)
+
+    def forward(self, x):
+        return torch.log(self.linear(x))
+
+
+@accuses("the machine: not_reproduced, owner cluster operator")
+def test_weights_that_a_functional_call_puts_in_are_those_of_the_re_run():
+    model = LogOfLinear()
+
+    def adapted(step):
+        x, weights = torch.rand(8, 4), dict(model.named_parameters())
+        inner = (model(x) - 1.0).square().mean()
+        gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        rate = 500.0 if step == 1 else 0.1  # then the logarithm is of negative numbers
+        fast = {name: p - rate * g for (name, p), g in zip(weights.items(), gradients, strict=True)}
+        return (functional_call(model, fast, (x,)) - 1.0).square().mean()
+
+    origin = the_origin(verdict_of(model, adapted))
+    assert (origin["cause"], origin["operator"]) == ("operator_undefined", "aten::log")
+
+
+@accuses("UsageError: the parameter weight was replaced", raises=nanlocator.UsageError)
+def test_a_healthy_loop_whose_first_call_is_functional_is_not_ended():
+    model = nn.Linear(4, 1)
+
+    def loss_of(_):
+        fast = {name: p * 1.0 for name, p in model.named_parameters()}
+        return functional_call(model, fast, (torch.randn(8, 4),)).square().mean()
+
+    assert verdict_of(model, loss_of) is None
+
+
+# ---- ordinary operators ------------------------------------------------------------------------------
+
+
+class AfterLog(nn.Module):
+    """What follows is given a NaN, born in the logarithm of a negative number."""
+
+    def __init__(self, following):
+        super().__init__()
+        self.linear, self.following = nn.Linear(16, 16), following
+
+    def forward(self, x):
+        return self.following(torch.log(self.linear(x)))
+
+
+def image(x):
+    return x.reshape(4, 2, 8, 8)
+
+
+def gathered(x, kind):
+    return x.to(kind).gather(-1, torch.zeros(4, 8, 1, dtype=torch.long))
+
+
+def stft(x):
+    return torch.stft(x.flatten(1), 32, 16, window=torch.ones(32), return_complex=True).abs()
+
+
+def scatter_reduce(x):
+    index = torch.arange(16).expand(4, 8, 16) % 4
+    return torch.zeros(4, 8, 4).scatter_reduce(-1, index, x, "mean", include_self=False)
+
+
+SECOND = accuses("also the operator behind it: bad data, with high confidence")
+OPAQUE = accuses("also the operator behind it: a call that was not followed")
+LOST = accuses("only the operator behind it: a call that was not followed")
+FOLLOWING = {
+    "mse_loss": (lambda x: F.mse_loss(x, torch.zeros_like(x)), ()),
+    "smooth_l1_loss": (lambda x: F.smooth_l1_loss(x, torch.zeros_like(x)), ()),
+    "scatter_reduce": (scatter_reduce, ()),
+    "huber_loss": (lambda x: F.huber_loss(x, torch.zeros_like(x)), OPAQUE),
+    "matrix_exp": (lambda x: torch.matrix_exp(0.01 * x[:, :, :8]), OPAQUE),
+    "conv_transpose": (lambda x: F.conv_transpose2d(image(x), torch.ones(2, 4, 3, 3), stride=2), LOST),
+    "rfft": (lambda x: torch.fft.rfft(x).abs(), SECOND),
+    "stft": (stft, SECOND),
+    "interpolate": (lambda x: F.interpolate(image(x), scale_factor=2, mode="bilinear"), SECOND),
+    "gather in bfloat16": (functools.partial(gathered, kind=torch.bfloat16), SECOND),
+    "gather in float16": (functools.partial(gathered, kind=torch.float16), SECOND),
+}
+
+
+@pytest.fixture
+def fresh_memory_is_nan():
+    """Else it depends on what lay there whether an operator's own memory is taken for data."""
+    perturb = ctypes.CDLL(None).mallopt
+    perturb(-6, 256)  # M_PERTURB of malloc.h: fresh memory gets the complement of the last byte
+    yield
+    perturb(-6, 0)
+
+
+@pytest.mark.host
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, (_, marks) in FOLLOWING.items()])
+def test_an_operator_that_is_given_a_nan_is_no_origin_beside_its_birth(name):
+    for _ in range(4):
+        model = AfterLog(FOLLOWING[name][0])
+        origin = the_origin(verdict_of(model, lambda _, of=model: of(torch.randn(4, 8, 16)).float().sum()))
+        assert (origin["cause"], origin["operator"]) == ("operator_undefined", "aten::log")
+
+
+@accuses("also the backward of the convolution: cause unknown")
+def test_a_convolution_that_is_given_a_nan_gradient_is_no_origin_beside_its_birth():
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 4)),
+    )
+
+    def loss_of(_):
+        x = torch.rand(16, 1, 16, 16)
+        p, q = F.normalize(model(x), dim=-1), F.normalize(model(x.clone()), dim=-1)
+        return torch.acos((p * q).sum(-1).clamp(-1, 1)).sum()
+
+    origin = the_origin(verdict_of(model, loss_of))
+    assert (origin["phase"], origin["forward_operator"]) == ("backward", "aten::acos")
+
+
+class SpoilsItsGradient(torch.autograd.Function):
+    """Writes a NaN without the dispatcher into the gradient that it returns."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        ctypes.c_float.from_address(gradient.data_ptr()).value = math.nan
+        return gradient
+
+
+class Spoiling(nn.Module):
+    def forward(self, x):
+        return SpoilsItsGradient.apply(x)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("place", ["in a module", "in the loss"])
+@accuses("the module whose backward reads it: memory_corruption behind aten::clone")
+def test_a_gradient_that_a_function_spoils_is_not_of_the_module_that_reads_it(place):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    spoiling = Spoiling() if place == "in a module" else SpoilsItsGradient.apply
+    origin = the_origin(verdict_of(model, lambda _: spoiling(model(torch.ones(2, 4))).square().mean()))
+    assert (origin["phase"], origin["operator"]) == ("backward", "SpoilsItsGradientBackward")
+    assert origin["forward_operator"] == "SpoilsItsGradient" and origin["module"] in (None, "Spoiling")
+
+
+# ---- kinds of causes ---------------------------------------------------------------------------------
+
+POLES = {
+    "atanh": (torch.atanh, 1.0),
+    "log1p": (torch.log1p, -1.0),
+    "logit": (torch.logit, 1.0),
+    "erfinv": (torch.erfinv, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", POLES)
+@accuses("numbers that are too large: operator_overflow")
+def test_a_pole_is_no_overflow(name):
+    function, pole = POLES[name]
+    model = nn.Linear(4, 2)
+    constant = torch.tensor([[0.3, pole]])
+    loss_of = lambda _: function(constant * (1 + 0 * model(torch.ones(1, 4)))).sum()  # noqa: E731
+    origin = the_origin(verdict_of(model, loss_of))
+    assert (origin["operator"], origin["cause"]) == (f"aten::{name}", "operator_undefined")
+
+
+@accuses("numbers that are too large: operator_overflow")
+def test_a_ctc_loss_without_an_alignment_is_no_overflow():
+    model = nn.Linear(4, 5)
+
+    def loss_of(_):
+        scores = model(torch.randn(4, 1, 4)).log_softmax(-1)
+        return F.ctc_loss(scores, torch.tensor([[1, 2, 3, 1, 2, 3]]), torch.tensor([4]), torch.tensor([6]))
+
+    verdict = verdict_of(model, loss_of)
+    assert verdict["rerun"]["reproduced"] is True
+    assert the_origin(verdict)["cause"] == "operator_undefined"
+
+
+EMPTY = accuses("a loss over no valid label: empty_loss_mask")
+
+
+def generalised_intersection_over_union(model, _):
+    """One of four boxes is degenerate, and so is its target: 0/0."""
+    target = torch.tensor([[0.0, 0, 1, 1], [0, 0, 2, 2], [1, 1, 1, 1], [0, 0, 1, 2]])
+    size = model(torch.randn(4, 4)).sigmoid()[:, :2] * (torch.arange(4) != 2)[:, None]
+    boxes = torch.cat((target[:, :2], target[:, :2] + size), -1)
+    low, high = torch.max(boxes[:, :2], target[:, :2]), torch.min(boxes[:, 2:], target[:, 2:])
+    intersection = (high - low).clamp(min=0).prod(-1)
+    areas = [(each[:, 2:] - each[:, :2]).prod(-1) for each in (boxes, target)]
+    return (1 - intersection / (areas[0] + areas[1] - intersection)).mean()
+
+
+def relative_error(model, _):
+    size = torch.tensor([1.0, 2, 3, 0, 1, 1, 1, 1])
+    return (model(torch.randn(8, 4)).square().sum(-1) * size / size).mean()
+
+
+@pytest.mark.parametrize("loss", [generalised_intersection_over_union, relative_error])
+@EMPTY
+def test_zero_over_zero_in_one_element_of_a_loss_is_no_empty_mask(loss):
+    model = nn.Linear(4, 4)
+    origin = the_origin(verdict_of(model, functools.partial(loss, model)))
+    assert (origin["phase"], origin["operator"]) == ("loss", "aten::div.Tensor")
+    assert (origin["cause"], origin["detail"]) == ("operator_undefined", "zero_over_zero")
+
+
+def mean_over_mask(model):
+    mask = torch.zeros(8)
+    return (model(torch.randn(8, 4)).square().mean(-1) * mask).sum() / mask.sum()
+
+
+def cross_entropy_of_nothing(model):
+    return F.cross_entropy(model(torch.randn(8, 4)), torch.full((8,), -100))
+
+
+@pytest.mark.parametrize("loss", [mean_over_mask, cross_entropy_of_nothing])
+def test_a_mean_over_no_label_is_an_empty_mask(loss):
+    model = nn.Linear(4, 4)
+    origin = the_origin(verdict_of(model, lambda _: loss(model)))
+    assert (origin["phase"], origin["cause"]) == ("loss", "empty_loss_mask")
+
+
+class Rotary(nn.Module):
+    """Keeps its angles, of which a base of 0 makes NaN, in one of several ways."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.linear, self.kept = nn.Linear(4, 4), kept
+        self.cached = functools.lru_cache(self.angles)
+        if kept == "attribute":
+            self.table = self.angles(8)
+        if kept == "buffer":
+            self.register_buffer("table", self.angles(8), persistent=False)
+        if kept == "a cache that is filled":
+            self.cached(8)
+
+    @staticmethod
+    def angles(length):
+        frequencies = 1 / 0.0 ** (torch.arange(4) / 4)
+        return torch.outer(torch.arange(length), frequencies).cos()
+
+    def forward(self, x):
+        return self.linear(x) * (self.table if self.kept in ("attribute", "buffer") else self.cached(8))
+
+
+DATA = accuses("the data: bad_input, with high confidence")
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "attribute",
+        "buffer",
+        pytest.param("a cache that is filled", marks=DATA),
+        pytest.param("a cache", marks=DATA),
+    ],
+)
+def test_a_tensor_that_a_module_keeps_is_no_data(kept):
+    model = Rotary(kept)
+    origin = the_origin(verdict_of(model, lambda _: model(torch.randn(2, 8, 4)).square().mean()))
+    assert (origin["cause"], origin["owner"]) == ("bad_buffer", "model_author")
+
+
+# ---- one fault, several origins ----------------------------------------------------------------------
+
+
+@accuses("also the power of the derivative: an origin of its own")
+def test_a_derivative_of_what_was_bad_is_no_origin():
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.bias, -1.0)
+
+    def loss_of(_):
+        x = torch.rand(8, 2, requires_grad=True)
+        u = model(x) ** 1.2
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        return (u + slope.sum(-1, keepdim=True)).mean()
+
+    origin = the_origin(verdict_of(model, loss_of))
+    assert (origin["phase"], origin["operator"]) == ("forward", "aten::pow.Tensor_Scalar")
+
+
+@accuses("also buffers of the batch norm, which the step's first call wrote")
+def test_buffers_that_the_same_step_made_bad_are_no_origins():
+    model = nn.Sequential(
+        *(nn.Linear(4, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)),
+    )
+
+    def loss_of(_):
+        one, other = (model(torch.randn(16, 4)) for _ in range(2))
+        return (one - other).abs().mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e25)
+    verdict = verdict_of(model, loss_of, steps=4, optimizer=optimizer)
+    assert verdict is not None
+    assert [each["parameter"] for each in verdict["origins"] if each["cause"] == "bad_buffer"] == []
+
+
+@accuses("each weight of the update: optimizer_update")
+def test_an_update_with_a_bad_learning_rate_is_one_origin():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=math.nan)
+    verdict = verdict_of(
+        model, lambda _: model(torch.randn(8, 4)).square().mean(), optimizer=optimizer, check_params=True
+    )
+    assert the_origin(verdict)["cause"] == "optimizer_update"
+
+
+# ---- what happened before, or is never looked at -----------------------------------------------------
+
+
+@accuses("an update that never was: last_update is an alternative")
+def test_a_weight_that_was_never_right_is_not_laid_to_an_update():
+    model = nn.Linear(4, 1)
+    nn.init.constant_(model.weight, math.nan)
+    origin = the_origin(verdict_of(model, lambda _: model(torch.ones(2, 4)).square().mean()))
+    assert (origin["cause"], origin["parameter"]) == ("bad_weight", "weight")
+    assert "last_update" not in origin["alternatives"]
+
+
+@accuses("nothing: the update becomes zero")
+def test_a_norm_that_is_not_finite_though_every_gradient_is_is_found():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    watch = nanlocator.watch(model, optimizer, on_bad="report")
+    (model(torch.ones(4, 8)).square().sum() * 1e20).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    watch.remove()
+    assert norm.isinf()
+    assert [verdict["origins"][0]["phase"] for verdict in watch.verdicts] == ["grad_norm"]
+
+
+def test_gradients_that_a_caught_error_left_behind_are_no_data_of_the_next_step():
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    watch = nanlocator.watch(model, optimizer)
+    verdicts = []
+    for step in range(5):
+        try:
+            loss = model(torch.randn(4, 8)).square().mean()
+            (torch.log(loss * 0 - 1) if step == 1 else loss).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        except nanlocator.NonFiniteGradientError as error:
+            verdicts.append(error.verdict)
+    watch.remove()
+    assert the_origin(verdicts[0])["operator"] == "aten::log"
+    assert all(the_origin(each)["cause"] != "bad_input" for each in verdicts[1:])
+
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return Categorical(logits=self.linear(x))
+
+
+@pytest.mark.filterwarnings("ignore:std..: degrees of freedom")
+@accuses("nothing: the step is not executed again, and a tensor was computed where nobody watched")
+def test_the_step_of_a_module_that_returns_a_distribution_is_executed_again():
+    policy = Policy()
+
+    def loss_of(_):
+        reward = torch.tensor([1.0])
+        advantage = (reward - reward.mean()) / (reward.std() + 1e-8)
+        return -(policy(torch.randn(1, 4)).log_prob(torch.tensor([1])) * advantage).mean()
+
+    verdict = verdict_of(policy, loss_of)
+    assert verdict["rerun"]["done"]
+    assert the_origin(verdict)["operator"].startswith("aten::std")
+
+
+class LogMel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("basis", torch.rand(8, 8))
+
+    def forward(self, x):
+        return torch.log(x @ self.basis)
+
+
+@accuses("the name of its class")
+def test_a_child_without_parameters_that_the_loop_calls_itself_keeps_its_name():
+    model = nn.ModuleDict({"mel": LogMel(), "net": nn.Linear(8, 8)})
+
+    def loss_of(step):
+        mel = model["mel"](torch.rand(2, 8) * (step == 0))
+        return (model["net"](mel) - mel).abs().mean()
+
+    origin = the_origin(verdict_of(model, loss_of))
+    assert (origin["operator"], origin["module"]) == ("aten::log", "mel")
+
+
+# ---- between backward and update ---------------------------------------------------------------------
+
+
+def verdict_of_closure(change, backwards=1):
+    """``change(model)`` runs between the second step's backward and a clip in the same closure."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch, steps = nanlocator.watch(model, optimizer), []
+
+    def closure():
+        optimizer.zero_grad()
+        for _ in range(backwards):
+            loss = model(torch.ones(2, 4)).mean()
+            loss.backward()
+        steps.append(loss)
+        if len(steps) == 2:
+            change(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss
+
+    try:
+        for _ in range(3):
+            optimizer.step(closure)
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+    finally:
+        watch.remove()
+    return None
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@accuses("the operator as one of the loss or, between two backwards, of forward: phase")
+def test_an_operator_on_gradients_is_neither_of_the_loss_nor_of_forward(backwards):
+    origin = the_origin(verdict_of_closure(lambda model: model.weight.grad.div_(0.0), backwards))
+    assert origin["operator"] == "aten::div_.Tensor"
+    assert origin["phase"] not in ("loss", "forward")
+
+
+def replace_gradient(model):
+    model.weight.grad = model.weight.grad * math.nan
+
+
+def write_to_data(model):
+    model.weight.grad.data[0] = math.nan
+
+
+@pytest.mark.parametrize("change", [replace_gradient, write_to_data])
+@accuses("the machine: not_reproduced, owner cluster operator")
+def test_a_gradient_that_the_program_itself_makes_bad_accuses_no_machine(change):
+    origin = the_origin(verdict_of_closure(change))
+    assert origin["parameter"] == "weight"
+    assert (origin["cause"], origin["owner"]) != ("not_reproduced", "cluster_operator")
+
+
+@accuses("each of the two operators of one clip")
+def test_a_clip_of_values_by_nan_is_one_origin():
+    verdict = verdict_of_closure(lambda model: nn.utils.clip_grad_value_(model.parameters(), math.nan))
+    assert the_origin(verdict)["cause"] == "bad_scalar"
+
+
+# ---- unedited scripts --------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+torch.manual_seed(0)
+{model}
+for step in range(4):
+    x = torch.randn(8, 4)
+    if step == 2:
+        x[0, 0] = float("nan")
+    loss = {output}.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+LOOPS = {
+    "forward as a function": (
+        "model = torch.nn.Linear(4, 2); optimizer = torch.optim.Adam(model.parameters())",
+        "model.forward(x)",
+    ),
+    "a bare parameter": (
+        "weight = torch.nn.Parameter(torch.randn(4, 2)); optimizer = torch.optim.SGD([weight], lr=0.01)",
+        "(x @ weight)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@accuses("nothing: attached to nothing")
+def test_an_optimizer_whose_module_is_never_called_is_watched(name):
+    model, output = LOOPS[name]
+    Path("train.py").write_text(SCRIPT.format(model=model, output=output))
+    run_python("-m", "nanlocator", "train.py")
+    verdicts = [json.loads(path.read_text()) for path in Path().glob("nanlocator_run/*/verdict.json")]
+    assert [verdict["iteration"] for verdict in verdicts] == [3]
+
+
+@accuses("nothing, and the script breaks: __file__ is relative")
+def test_a_script_finds_its_own_file_after_it_has_changed_the_folder():
+    Path("train.py").write_text(
+        "import os\nfrom pathlib import Path\nos.chdir('/')\nassert Path(__file__).resolve().exists()\n"
+    )
+    assert run_python("-m", "nanlocator", "train.py").returncode == 0
