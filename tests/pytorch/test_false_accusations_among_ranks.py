@@ -1,0 +1,135 @@
+"""Faults among data-parallel ranks of which the verdict accuses a collective that is innocent.
+
+A test that is marked xfail states what is right, and its reason what is accused instead."""
+
+import ctypes
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
+from ranks import run_kept_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import nanlocator
+
+BAD_STEP = 1
+
+
+def accuses(reason):
+    """For a verdict that is wrong today."""
+    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
+
+
+class Net(nn.Module):
+    """``sums``: adds up its activations over the ranks."""
+
+    def __init__(self, sums):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 16), nn.Linear(16, 1)
+        self.factor, self.sums = 1.0, sums
+
+    def forward(self, x):
+        hidden = self.body(x)
+        if self.sums:
+            large = torch.zeros_like(hidden)
+            large[0, 3] = self.factor
+            hidden = differentiable.all_reduce(hidden + large)
+        return self.head(hidden)
+
+
+def added_up(_, bucket):
+    """A communication hook that adds the ranks' gradients without dividing them before."""
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def shard(module, wrapper):
+    if wrapper == "fsdp2":
+        fully_shard(module.body)
+        fully_shard(module)
+        return module
+    return DistributedDataParallel(module)
+
+
+def local(gradient):
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def verdict_of(rank, world_size, fault, wrapper="ddp", level="grads"):
+    """Trains with ``fault`` in step 1."""
+    torch.manual_seed(0)
+    net = Net(sums=fault == "sum of activations")
+    model = shard(net, wrapper)
+    if fault == "sum of gradients":
+        model.register_comm_hook(None, added_up)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = nanlocator.watch(model, optimizer, level=level)
+    is_bad = [False]
+
+    def grow(gradient):
+        if is_bad[0] and fault == "sum of gradients":
+            gradient = gradient.clone()
+            gradient[0, 3] = 0.75 * torch.finfo(gradient.dtype).max
+        return gradient
+
+    handle = net.head.weight.register_hook(grow) if wrapper == "ddp" else None
+    try:
+        for step in range(3):
+            is_bad[0] = step == BAD_STEP
+            if is_bad[0] and fault == "sum of activations":
+                net.factor = 0.75 * torch.finfo(torch.float32).max
+            model(torch.ones(6, 4)).square().mean().backward()
+            if is_bad[0] and fault == "factor":
+                for parameter in model.parameters():
+                    parameter.grad.mul_(math.inf)
+            if is_bad[0] and fault == "overwritten" and rank == 1:
+                memory = local(net.body.weight.grad).data_ptr()
+                ctypes.c_float.from_address(memory).value = math.nan
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+    finally:
+        watch.remove()
+        if handle is not None:
+            handle.remove()
+
+
+def the_origin(verdict):
+    assert verdict is not None, "no verdict"
+    found = [(each["cause"], each["phase"], each["candidates"]) for each in verdict["origins"]]
+    assert len(found) == 1, found
+    return verdict["origins"][0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "phase"), [("sum of gradients", "grad_reduced"), ("sum of activations", "forward")]
+)
+@accuses("the collective: collective_result, owner cluster operator")
+def test_a_sum_that_overflows_in_one_element_is_no_fault_of_the_collective(fault, phase):
+    for verdict in run_kept_ranks(2, verdict_of, fault):
+        origin = the_origin(verdict)
+        assert (origin["phase"], origin["candidates"]) == (phase, [0, 1])
+        assert (origin["cause"], origin["owner"]) == ("collective_sum", "model_author")
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@accuses("also the reduction: collective_result, owner cluster operator")
+def test_a_factor_of_all_reduced_gradients_is_one_origin(wrapper):
+    for verdict in run_kept_ranks(2, verdict_of, "factor", wrapper):
+        origin = the_origin(verdict)
+        assert (origin["cause"], origin["operator"]) == ("bad_scalar", "aten::mul_.Tensor")
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(("wrapper", "level"), [("ddp", "grads"), ("fsdp2", "boundaries")])
+@accuses("the reduction: collective_result, owner cluster operator")
+def test_a_gradient_that_is_overwritten_after_its_reduction_is_no_result_of_it(wrapper, level):
+    for verdict in run_kept_ranks(2, verdict_of, "overwritten", wrapper, level):
+        origin = the_origin(verdict)
+        assert origin["candidates"] == [1]
+        assert origin["cause"] != "collective_result"
