@@ -733,6 +733,9 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
     if (const auto microbatch = root.birth->sighting.microbatch) {
       each.microbatches.insert(*microbatch);
     }
+    if (const auto position = root.birth->sighting.position) {
+      each.positions.try_emplace(root.rank->rank(), *position);
+    }
     for (Reached& reached : reached_by(root)) {
       if (reached.kind == ReachedKind::parameter) each.reached.insert(std::move(reached.name));
     }

@@ -6,6 +6,8 @@
 // counts only if no rank saw a bad input to it.
 #pragma once
 
+#include <cstdint>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -21,8 +23,9 @@ struct BornOrigin {
   bool is_received = false;         // result of a collective
   bool is_opaque = false;           // computed off the dispatcher, as far as the trace could follow
   std::set<int> microbatches = {};  // those of the birth; empty: unknown
-  std::set<std::string> reached = {};  // parameters whose gradients it made bad
-  std::vector<int> receivers = {};     // ranks that received it from a collective
+  std::set<std::string> reached = {};          // parameters whose gradients it made bad
+  std::vector<int> receivers = {};             // ranks that received it from a collective
+  std::map<int, std::int64_t> positions = {};  // of each rank's first such birth, where known
 };
 
 /// In the order of the ranks' ledgers; empty if no ledger has a birth. A collective's bad result is

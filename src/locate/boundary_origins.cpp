@@ -601,6 +601,7 @@ class Finder {
     draft.found.origin = std::move(origin);
     draft.found.found_in = found_in;
     if (sighting.microbatch) draft.found.microbatches.insert(*sighting.microbatch);
+    draft.found.position = sighting.position;
     draft.replica = replica;
     if (sighting.crossing) draft.group = sighting.crossing->group;
     drafts_.push_back(std::move(draft));

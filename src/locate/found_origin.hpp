@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -27,6 +28,8 @@ struct FoundOrigin {
   Origin origin;
   FoundIn found_in = FoundIn::other;
   std::set<int> microbatches;  // those of the sightings; empty: unknown
+  /// Of the first sighting, alike on its ranks, which run in lockstep.
+  std::optional<std::int64_t> position;
   std::string
       first_bad_gradient;  // in backward order, for a fault in backward that was seen in a crossing
 };

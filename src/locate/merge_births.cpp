@@ -126,7 +126,7 @@ class Merge {
       for (const FoundOrigin& found : found_) {
         if (!may_be_what_was_sent(each.born, found)) continue;
         senders.insert(found.origin.candidates.begin(), found.origin.candidates.end());
-        is_behind_one = is_behind_one || is_behind(born, found.origin);
+        is_behind_one = is_behind_one || is_behind(each.born, found);
       }
       return !senders.empty() &&
              (is_behind_one || !std::ranges::includes(senders, born.candidates));
@@ -155,8 +155,17 @@ class Merge {
            have_common(birth.origin.candidates, found.origin.candidates);
   }
 
-  /// True in a later layer of forward or an earlier one of backward; false if unknown.
-  static bool is_behind(const Origin& born, const Origin& seen) {
+  /// True if the bad value had been sent before the birth; false if unknown.
+  static bool is_behind(const BornOrigin& birth, const FoundOrigin& sent) {
+    for (const auto& [rank, position] : birth.positions) {
+      if (!sent.position || !std::ranges::binary_search(sent.origin.candidates, rank)) continue;
+      return position > *sent.position;
+    }
+    return is_in_later_layer(birth.origin, sent.origin);
+  }
+
+  /// For ledgers without positions. Later: in the order of forward or of backward.
+  static bool is_in_later_layer(const Origin& born, const Origin& seen) {
     const auto at = number_of_layer(born.module), crossed_at = number_of_layer(seen.module);
     if (!at || !crossed_at) return false;
     return born.direction == Direction::backward ? *at < *crossed_at : *at > *crossed_at;

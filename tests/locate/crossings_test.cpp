@@ -366,8 +366,10 @@ TEST(Crossings, ABirthExplainsNoGradientThatWasCleanWhenBackwardHadEnded) {
 }
 
 /// Rank 1 sends something bad in forward, in layer 0. The trace names an undispatched call in
-/// `module` as the birth, on `ranks`.
-Verdict locate_with_opaque_birth(const std::string& module, const std::vector<int>& ranks) {
+/// `module` as the birth, on `ranks`, `later` crossings after the real one; empty: at an unknown
+/// position.
+Verdict locate_with_opaque_birth(const std::string& module, const std::vector<int>& ranks,
+                                 std::optional<int> later = 0) {
   const Layout layout = four_by_two();
   std::vector<Ledger> ledgers = ledgers_with_repeat(
       layout, {{.plant = Plant::operator_forward, .tp = 1, .is_repeated = true}}, 1);
@@ -376,6 +378,11 @@ Verdict locate_with_opaque_birth(const std::string& module, const std::vector<in
   birth.replay = ReplayConclusion::not_replayed;
   birth.sighting.module = module.empty() ? birth.sighting.module : module;
   birth.sighting.op = birth.inside = "_LayerNorm";
+  if (later) {
+    *birth.sighting.position += *later;
+  } else {
+    birth.sighting.position.reset();
+  }
   for (Ledger& ledger : ledgers) {
     ledger.births.clear();
     if (std::ranges::count(ranks, ledger.coordinates.rank) != 0) ledger.births = {birth};
@@ -394,7 +401,9 @@ TEST(Crossings, AnOpaqueBirthOnTheSendersRankNamesItsModule) {
 TEST(Crossings, AnOpaqueBirthOnFurtherRanksOrBehindDisplacesNoCrossing) {
   const Verdict clean = locate_with_opaque_birth("", {});
   for (const Verdict& verdict : {locate_with_opaque_birth("decoder.final_layernorm", {0, 1}),
-                                 locate_with_opaque_birth("decoder.layers.7.mlp", {1})}) {
+                                 locate_with_opaque_birth("decoder.layers.0.mlp", {1}, 1),
+                                 locate_with_opaque_birth("loss", {1}, 20),
+                                 locate_with_opaque_birth("decoder.layers.7.mlp", {1}, {})}) {
     ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
     EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(1));
     EXPECT_EQ(verdict.origins[0].op, clean.origins.at(0).op);
