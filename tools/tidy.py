@@ -1,5 +1,5 @@
-"""clang-tidy for C++ files of this checkout, or for all of them; what `tools/lint --tidy` runs. Configures build/tidy
-for it, without precompiled headers and unity files, and fetches a fixed version of clang-tidy into .setup."""
+"""clang-tidy for C++ files of this checkout, or for all: what `tools/lint --tidy` runs. Configures build/tidy for
+it, without precompiled headers and unity files, and fetches a fixed version of clang-tidy into .setup."""
 
 import json
 import os
@@ -13,7 +13,10 @@ PACKAGE = "clang-tidy==23.1.4"  # its opinions change between versions; Debian's
 HOME = ROOT / ".setup" / PACKAGE.replace("==", "-")
 PYTHON = ROOT / ".venv" / "bin" / "python"
 BUILD = ROOT / "build" / "tidy"
-OPTIONS = ["CMAKE_BUILD_TYPE=Release", "NANLOCATOR_CUDA=OFF", "NANLOCATOR_TESTS=OFF", "NANLOCATOR_BENCHMARKS=OFF"]
+OPTIONS = [
+    "CMAKE_BUILD_TYPE=Release",
+    *(f"NANLOCATOR_{part}=OFF" for part in ("CUDA", "TESTS", "BENCHMARKS")),
+]
 
 
 def prepare():
@@ -23,10 +26,9 @@ def prepare():
         subprocess.run([*pip, "--target", f"{HOME}.new", PACKAGE], check=True)
         Path(f"{HOME}.new").rename(HOME)
     configure = ["cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", f"-DPython3_EXECUTABLE={PYTHON}"]
-    environment = {**os.environ, "PATH": os.pathsep.join([str(PYTHON.parent), os.environ["PATH"]])}
-    subprocess.run(
-        [*configure, *(f"-D{option}" for option in OPTIONS)], check=True, stdout=subprocess.DEVNULL, env=environment
-    )
+    configure += [f"-D{option}" for option in OPTIONS]
+    environment = {**os.environ, "PATH": f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}"}  # its ninja
+    subprocess.run(configure, check=True, stdout=subprocess.DEVNULL, env=environment)
 
 
 def findings_in(file):
@@ -37,8 +39,11 @@ def findings_in(file):
 
 def main(arguments):
     prepare()
-    compiled = [Path(entry["file"]) for entry in json.loads((BUILD / "compile_commands.json").read_text())]
-    files = sorted({file for file in compiled if file.is_relative_to(ROOT) and not file.is_relative_to(BUILD)})
+    commands = json.loads((BUILD / "compile_commands.json").read_text())
+    compiled = [Path(command["file"]) for command in commands]
+    files = sorted(
+        {file for file in compiled if file.is_relative_to(ROOT) and not file.is_relative_to(BUILD)}
+    )
     if arguments:
         named = {Path(argument).resolve() for argument in arguments}
         if unknown := named - set(files):

@@ -644,11 +644,12 @@ bool is_passed_on(const Root& root, const std::vector<Root>& roots) {
   });
 }
 
-/// The received births that no other rank passed on.
-std::vector<Root> first_received(const std::vector<Root>& roots) {
+/// The received births that no other rank passed on: of `all`, also of groups whose crossings the
+/// first pass has judged.
+std::vector<Root> first_received(const std::vector<Root>& received, const std::vector<Root>& all) {
   std::vector<Root> first;
-  std::ranges::copy_if(roots, std::back_inserter(first),
-                       [&](const Root& root) { return !is_passed_on(root, roots); });
+  std::ranges::copy_if(received, std::back_inserter(first),
+                       [&](const Root& root) { return !is_passed_on(root, all); });
   return first;
 }
 
@@ -697,6 +698,7 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
   for (const RankEvidence& rank : incident.ranks()) {
     for (Root& root : roots_of(rank)) roots.push_back(std::move(root));
   }
+  const std::vector<Root> all = roots;
   std::vector<Root> received;
   const auto set_apart = [&](const auto& is_told_otherwise) {
     std::ranges::copy_if(roots, std::back_inserter(received), is_told_otherwise);
@@ -706,7 +708,7 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
     set_apart([](const Root& root) { return is_received(root) && is_of_watched_group(root); });
   }
   if (std::ranges::all_of(roots, is_received)) {
-    roots = first_received(roots);
+    roots = first_received(roots, all);
   } else {
     set_apart(is_received);
   }

@@ -618,7 +618,8 @@ TEST(Crossings, HostileLedgersNeitherCrashNorTakeLong) {
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
   EXPECT_FALSE(verdict.origins.empty());
   EXPECT_LE(verdict.origins.size(), 256u);
-  EXPECT_LT(took.count(), 100);  // 1 s, 13 under sanitizers; quadratic in the ledgers, it would take hours
+  EXPECT_LT(took.count(),
+            100);  // 1 s, 13 under sanitizers; quadratic in the ledgers, it would take hours
 }
 
 // ---- many incidents ----

@@ -351,9 +351,6 @@ def test_a_ctc_loss_without_an_alignment_is_no_overflow():
     assert the_origin(verdict)["cause"] == "operator_undefined"
 
 
-EMPTY = accuses("a loss over no valid label: empty_loss_mask")
-
-
 def generalised_intersection_over_union(model, _):
     """One of four boxes is degenerate, and so is its target: 0/0."""
     target = torch.tensor([[0.0, 0, 1, 1], [0, 0, 2, 2], [1, 1, 1, 1], [0, 0, 1, 2]])
@@ -371,7 +368,6 @@ def relative_error(model, _):
 
 
 @pytest.mark.parametrize("loss", [generalised_intersection_over_union, relative_error])
-@EMPTY
 def test_zero_over_zero_in_one_element_of_a_loss_is_no_empty_mask(loss):
     model = nn.Linear(4, 4)
     origin = the_origin(verdict_of(model, functools.partial(loss, model)))
@@ -418,16 +414,13 @@ class Rotary(nn.Module):
         return self.linear(x) * (self.table if self.kept in ("attribute", "buffer") else self.cached(8))
 
 
-DATA = accuses("the data: bad_input, with high confidence")
-
-
 @pytest.mark.parametrize(
     "kept",
     [
         "attribute",
         "buffer",
-        pytest.param("a cache that is filled", marks=DATA),
-        pytest.param("a cache", marks=DATA),
+        "a cache that is filled",
+        "a cache",
     ],
 )
 def test_a_tensor_that_a_module_keeps_is_no_data(kept):
@@ -533,7 +526,7 @@ class Policy(nn.Module):
         return Categorical(logits=self.linear(x))
 
 
-@pytest.mark.filterwarnings("ignore:std..: degrees of freedom")
+@pytest.mark.filterwarnings("ignore:std")
 @accuses("nothing: the step is not executed again, and a tensor was computed where nobody watched")
 def test_the_step_of_a_module_that_returns_a_distribution_is_executed_again():
     policy = Policy()
@@ -611,11 +604,15 @@ def replace_gradient(model):
     model.weight.grad = model.weight.grad * math.nan
 
 
+def write_to_an_element(model):
+    model.weight.grad[0, 0] = math.nan
+
+
 def write_to_data(model):
     model.weight.grad.data[0] = math.nan
 
 
-@pytest.mark.parametrize("change", [replace_gradient, write_to_data])
+@pytest.mark.parametrize("change", [replace_gradient, write_to_an_element, write_to_data])
 @accuses("the machine: not_reproduced, owner cluster operator")
 def test_a_gradient_that_the_program_itself_makes_bad_accuses_no_machine(change):
     origin = the_origin(verdict_of_closure(change))
@@ -666,7 +663,6 @@ def test_an_optimizer_whose_module_is_never_called_is_watched(name):
     assert [verdict["iteration"] for verdict in verdicts] == [3]
 
 
-@accuses("nothing, and the script breaks: __file__ is relative")
 def test_a_script_finds_its_own_file_after_it_has_changed_the_folder():
     Path("train.py").write_text(
         "import os\nfrom pathlib import Path\nos.chdir('/')\nassert Path(__file__).resolve().exists()\n"

@@ -109,7 +109,6 @@ def the_origin(verdict):
 @pytest.mark.parametrize(
     ("fault", "phase"), [("sum of gradients", "grad_reduced"), ("sum of activations", "forward")]
 )
-@accuses("the collective: collective_result, owner cluster operator")
 def test_a_sum_that_overflows_in_one_element_is_no_fault_of_the_collective(fault, phase):
     for verdict in run_kept_ranks(2, verdict_of, fault):
         origin = the_origin(verdict)

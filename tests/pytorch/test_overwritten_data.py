@@ -374,7 +374,7 @@ def test_data_too_large_for_a_copy_that_is_overwritten_accuses_no_machine():
     verdict = verdict_of_large_data(65 * ROWS, lambda b: b, spoil, overwrite_by_numpy)
     [origin] = verdict["origins"]
     assert origin["cause"] == "unknown"
-    assert any("written to since" in each for each in verdict["rerun"]["not_restored"])
+    assert any("was overwritten later" in each for each in verdict["rerun"]["not_restored"])
 
 
 def test_data_that_needs_a_gradient_is_kept_as_it_is():

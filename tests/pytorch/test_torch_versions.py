@@ -24,7 +24,7 @@ def test_another_minor_version_is_one_sentence_with_both_versions_and_the_remedy
 
 def test_the_same_version_with_the_older_string_of_libstdcxx_does_not_fit():
     text = misfit("2.6.0", True, "2.6.0+cu124", False)
-    assert "_GLIBCXX_USE_CXX11_ABI=1" in text and "torch 2.6.0+cu124 with 0" in text
+    assert "_GLIBCXX_USE_CXX11_ABI=1" in text and "torch 2.6.0+cu124 uses 0" in text
 
 
 def test_this_build_knows_the_abi_of_the_torch_beside_it():

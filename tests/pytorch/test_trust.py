@@ -290,7 +290,7 @@ def test_an_argument_that_is_found_by_its_name_is_not_found_in_the_run(own_folde
     if not (BUILD / "tests" / "planted_kernels.so").exists():
         pytest.skip("planted_kernels.so is built with the C++ tests")
     monkeypatch.syspath_prepend(BUILD / "tests")
-    with pytest.raises(nanlocator.UnsupportedError, match=r"evil\.X, an argument, .* may have come with"):
+    with pytest.raises(nanlocator.UnsupportedError, match=r"evil\.X .* may have come with"):
         nanlocator.replay.run(bundle)
     assert not TRACE.exists()
 

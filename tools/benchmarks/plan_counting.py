@@ -146,9 +146,11 @@ class CountingWatch:
         self._crossings.append(name)
         return len(self._crossings) - 1
 
-    def send(self, group: int, peer: int, sent: Any) -> None:
+    def begin_send(self, group: int, peer: int, sent: Any) -> int:
         COUNTS.engine_calls += 1
         COUNTS.scan_each(f"{self._groups[group]} send", sent)
+        self._crossings.append(f"{self._groups[group]} send")
+        return len(self._crossings) - 1
 
     def begin_receive(self, group: int, peer: int) -> int:
         COUNTS.engine_calls += 1

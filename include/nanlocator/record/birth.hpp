@@ -209,8 +209,8 @@ struct Birth {
   std::string reader;  // the first operator that read it
   std::string writer;  // the last operator that wrote or allocated it
   LastSeen last_seen = LastSeen::unknown;
-  std::string group;   // of a collective: its process group; "" if unnamed
-  RankList members;    // the group's global ranks
+  std::string group;  // of a collective: its process group; "" if unnamed
+  RankList members;   // the group's global ranks
   /// Of a reduction's result: the largest finite magnitude of this rank's input.
   std::optional<double> largest_sent{};
   std::string inside;  // the enclosing custom function or compiled region, by its frame's name
