@@ -1,5 +1,5 @@
-"""clang-tidy for C++ files of this checkout, or for all: what `tools/lint --tidy` runs. Configures build/tidy for
-it, without precompiled headers and unity files, and fetches a fixed version of clang-tidy into .setup."""
+"""clang-tidy for C++ files of this checkout, or for all: `tools/lint --tidy`. Configures build/tidy for it,
+without precompiled headers and unity files, and fetches a fixed version of clang-tidy into .setup."""
 
 import json
 import os
