@@ -61,6 +61,13 @@ TEST(JobState, ABadWeightNeedsACheckpointFromBeforeItWasBad) {
   EXPECT_EQ(known.restart_before, 10) << "what was saved after step 9 was finite";
 }
 
+TEST(JobState, ATensorThatAModuleKeepsIsInNoCheckpoint) {
+  Origin kept = origin_of(Cause::bad_buffer, Phase::forward);
+  EXPECT_EQ(state_of({kept}, true).restart, Restart::unknown);
+  kept.parameter = "norm.running_mean";
+  EXPECT_EQ(state_of({kept}, true).restart, Restart::check_first);
+}
+
 TEST(JobState, TheWorstOfSeveralOriginsCounts) {
   const auto gone = origin_of(Cause::not_reproduced, Phase::backward);
   const auto climb = origin_of(Cause::divergence, Phase::forward,
