@@ -593,6 +593,11 @@ class ActivationElement(_InRegion):
 # ---- transfers ---------------------------------------------------------------------------------------
 
 
+def _check_direction(fault: PipelineReceive | Exchange | ContextParallelTransfer) -> None:
+    if fault.direction not in ("forward", "backward"):
+        raise ValueError(f"{fault.name}: direction {fault.direction!r}, expected forward or backward")
+
+
 @dataclasses.dataclass
 class PipelineReceive(_InPass):
     name = "pipeline_receive"
@@ -608,8 +613,7 @@ class PipelineReceive(_InPass):
     value: float = math.nan
 
     def attach(self, trainer: Trainer) -> None:
-        if self.direction not in ("forward", "backward"):
-            raise ValueError(f"{self.name}: direction {self.direction!r}, expected forward or backward")
+        _check_direction(self)
         expected = trainer.received_microbatches(self.direction)
         if trainer.config.pp == 1 or (self.microbatch, self.chunk) not in expected:
             raise ValueError(
@@ -738,8 +742,7 @@ class Exchange(_InPass):
     value: float = math.nan
 
     def attach(self, trainer: Trainer) -> None:
-        if self.direction not in ("forward", "backward"):
-            raise ValueError(f"{self.name}: direction {self.direction!r}, expected forward or backward")
+        _check_direction(self)
         step = f"{self.direction}_step"
         inner = getattr(schedules, step)
 
@@ -841,8 +844,7 @@ class ContextParallelTransfer(_InPass):
         config = trainer.config
         if config.cp == 1 or config.vp or config.recompute:
             raise ValueError(f"{self.name}: needs cp > 1, without vp and recompute")
-        if self.direction not in ("forward", "backward"):
-            raise ValueError(f"{self.name}: direction {self.direction!r}, expected forward or backward")
+        _check_direction(self)
         layers = [number for number in range(config.layers) if trainer.layer(number) is not None]
         if self.layer not in layers:
             raise ValueError(f"{self.name}: this rank does not hold layer {self.layer}")

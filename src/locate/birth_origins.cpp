@@ -630,27 +630,37 @@ bool has_sent(const Root& root) {
   });
 }
 
+/// The first phase in which each rank had something bad that it sent on.
+using Senders = std::map<int, Phase>;
+
+Senders senders_in(const std::vector<Root>& roots) {
+  Senders senders;
+  for (const Root& root : roots) {
+    if (!has_sent(root)) continue;
+    const Phase phase = root.birth->sighting.phase;
+    const auto [entry, is_new] = senders.try_emplace(root.rank->rank(), phase);
+    if (!is_new) entry->second = std::min(entry->second, phase);
+  }
+  return senders;
+}
+
 /// True if another member of the collective can have made this rank's result bad: it received
 /// something bad itself and sent it on, in an earlier phase, or in the same phase while this rank
 /// sent nothing bad.
-bool is_passed_on(const Root& root, const std::vector<Root>& roots) {
-  const auto members = root.birth->members.ranks_below(root.rank->coordinates().world_size);
+bool is_passed_on(const Root& root, const Senders& senders) {
+  const Phase here = root.birth->sighting.phase;
   const bool has_sent_itself = has_sent(root);
-  return std::ranges::any_of(roots, [&](const Root& other) {
-    if (other.rank == root.rank || !has_sent(other)) return false;
-    if (!members.empty() && !std::ranges::binary_search(members, other.rank->rank())) return false;
-    const Phase before = other.birth->sighting.phase, here = root.birth->sighting.phase;
-    return before < here || (before == here && !has_sent_itself);
-  });
-}
-
-/// The received births that no other rank passed on: of `all`, also of groups whose crossings the
-/// first pass has judged.
-std::vector<Root> first_received(const std::vector<Root>& received, const std::vector<Root>& all) {
-  std::vector<Root> first;
-  std::ranges::copy_if(received, std::back_inserter(first),
-                       [&](const Root& root) { return !is_passed_on(root, all); });
-  return first;
+  const auto can_have_sent = [&](const auto& sender) {
+    return sender.first != root.rank->rank() &&
+           (sender.second < here || (sender.second == here && !has_sent_itself));
+  };
+  const RankList& members = root.birth->members;
+  if (members == RankList()) return std::ranges::any_of(senders, can_have_sent);
+  return std::ranges::any_of(members.ranks_below(root.rank->coordinates().world_size),
+                             [&](int member) {
+                               const auto sender = senders.find(member);
+                               return sender != senders.end() && can_have_sent(*sender);
+                             });
 }
 
 /// True if the first pass saw a broadcast whose input on the origin's rank was bad, and whose
@@ -698,7 +708,8 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
   for (const RankEvidence& rank : incident.ranks()) {
     for (Root& root : roots_of(rank)) roots.push_back(std::move(root));
   }
-  const std::vector<Root> all = roots;
+  const Senders senders =
+      senders_in(roots);  // also of groups whose crossings the first pass judges
   std::vector<Root> received;
   const auto set_apart = [&](const auto& is_told_otherwise) {
     std::ranges::copy_if(roots, std::back_inserter(received), is_told_otherwise);
@@ -708,7 +719,7 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
     set_apart([](const Root& root) { return is_received(root) && is_of_watched_group(root); });
   }
   if (std::ranges::all_of(roots, is_received)) {
-    roots = first_received(roots, all);
+    std::erase_if(roots, [&](const Root& root) { return is_passed_on(root, senders); });
   } else {
     set_apart(is_received);
   }

@@ -69,23 +69,28 @@ std::optional<std::size_t> RankEvidence::position_of(const Sighting& sighting) c
   return found->second;
 }
 
+/// Null if the phase was not scanned.
+const Coverage* RankEvidence::coverage_of(Phase phase) const noexcept {
+  const auto found = std::ranges::find(ledger_->coverage, phase, &Coverage::phase);
+  return found != ledger_->coverage.end() ? &*found : nullptr;
+}
+
 bool RankEvidence::scanned(Phase phase) const noexcept {
-  return ledger_->is_complete &&
-         std::ranges::find(ledger_->coverage, phase, &Coverage::phase) != ledger_->coverage.end();
+  return ledger_->is_complete && coverage_of(phase) != nullptr;
 }
 
 Status RankEvidence::status(Phase phase, std::size_t position) const {
   if (find_bad(phase, position) != nullptr) return Status::bad;
   if (!ledger_->is_complete) return Status::unknown;
-  const auto coverage = std::ranges::find(ledger_->coverage, phase, &Coverage::phase);
-  const bool is_covered = coverage != ledger_->coverage.end() &&
+  const Coverage* const coverage = coverage_of(phase);
+  const bool is_covered = coverage != nullptr &&
                           std::ranges::binary_search(coverage->parameters, parameter(position).id);
   return is_covered ? Status::clean : Status::unknown;
 }
 
 std::size_t RankEvidence::scanned_count(Phase phase) const {
-  const auto coverage = std::ranges::find(ledger_->coverage, phase, &Coverage::phase);
-  return coverage != ledger_->coverage.end() ? coverage->parameters.size() : 0;
+  const Coverage* const coverage = coverage_of(phase);
+  return coverage != nullptr ? coverage->parameters.size() : 0;
 }
 
 Status RankEvidence::status(Phase phase, std::string_view name) const {
@@ -95,14 +100,20 @@ Status RankEvidence::status(Phase phase, std::string_view name) const {
 
 std::optional<double> RankEvidence::absmax(Phase phase, std::string_view name) const {
   const auto position = position_of(name);
-  const auto coverage = std::ranges::find(ledger_->coverage, phase, &Coverage::phase);
-  if (!position || coverage == ledger_->coverage.end()) return std::nullopt;
+  const Coverage* const coverage = coverage_of(phase);
+  if (!position || coverage == nullptr) return std::nullopt;
   const auto& ids = coverage->parameters;
   const auto found = std::ranges::lower_bound(ids, parameter(*position).id);
   const auto place = static_cast<std::size_t>(found - ids.begin());
   const bool is_known =
       found != ids.end() && *found == parameter(*position).id && place < coverage->absmax.size();
   return is_known ? std::optional<double>(coverage->absmax[place]) : std::nullopt;
+}
+
+std::optional<double> RankEvidence::absmax(Phase phase) const {
+  const Coverage* const coverage = coverage_of(phase);
+  if (coverage == nullptr || coverage->absmax.empty()) return std::nullopt;
+  return std::ranges::max(coverage->absmax);
 }
 
 std::span<const BadParameter> RankEvidence::bad(Phase phase) const {

@@ -52,6 +52,8 @@ class RankEvidence {
   /// The largest finite magnitude of the parameter or its gradient in a phase that has_maxima;
   /// empty if not scanned.
   [[nodiscard]] std::optional<double> absmax(Phase phase, std::string_view name) const;
+  /// The largest of all of them.
+  [[nodiscard]] std::optional<double> absmax(Phase phase) const;
   /// In the order of the sightings, each parameter once.
   [[nodiscard]] std::span<const BadParameter> bad(Phase phase) const;
   [[nodiscard]] const BadParameter* find_bad(Phase phase, std::size_t position) const;
@@ -60,6 +62,7 @@ class RankEvidence {
 
  private:
   [[nodiscard]] std::optional<std::size_t> position_of(const Sighting& sighting) const;
+  [[nodiscard]] const Coverage* coverage_of(Phase phase) const noexcept;
   void index_positions() const;
 
   const Ledger* ledger_;

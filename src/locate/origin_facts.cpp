@@ -22,13 +22,10 @@ bool is_near_overflow(const Sighting& sighting, double reach) {
 /// The largest of the rank's local gradients, of these parameters or of all.
 std::optional<double> largest_gradient(const RankEvidence& rank,
                                        const std::set<std::string_view>& parameters) {
+  if (parameters.empty()) return rank.absmax(Phase::grad_local);
   std::optional<double> largest;
   for (const std::string_view name : parameters) {
     largest = std::max(largest, rank.absmax(Phase::grad_local, name));
-  }
-  if (!parameters.empty()) return largest;
-  for (std::size_t position = 0; position < rank.size(); ++position) {
-    largest = std::max(largest, rank.absmax(Phase::grad_local, rank.parameter(position).name));
   }
   return largest;
 }

@@ -54,7 +54,7 @@ class ReductionRules {
       });
       if (is_of_bad_reduction(*bad)) continue;
       if (was_clean) {
-        fold(found, {.key = key, .first = bad, .ranks = ranks_of(*bad)});
+        fold(found, *key, *bad);
       } else {
         without_evidence.insert(*key);
       }
@@ -68,31 +68,28 @@ class ReductionRules {
   struct AfterReduction {
     const ParameterKey* key = nullptr;
     const std::vector<BadOnRank>* first = nullptr;  // in backward order
-    std::set<int> ranks{};
+    std::set<int> ranks;
+    bool is_everything_bad = false;  // all gradients of these ranks
     std::int64_t parameters = 1;
   };
 
   /// Joins gradients that are bad on the same ranks; or on any, where all gradients of these ranks
   /// are bad, as after a multiplication by a factor that is Inf.
-  void fold(std::vector<AfterReduction>& found, AfterReduction next) const {
-    const auto has_one_cause = [&](const AfterReduction& each) {
-      return each.ranks == next.ranks ||
-             (is_everything_bad(each.ranks) && is_everything_bad(next.ranks));
-    };
-    const auto known = std::ranges::find_if(found, has_one_cause);
+  static void fold(std::vector<AfterReduction>& found, const ParameterKey& key,
+                   const std::vector<BadOnRank>& bad) {
+    std::set<int> ranks = ranks_of(bad);
+    const bool is_everything_bad = std::ranges::all_of(bad, [](const BadOnRank& each) {
+      return each.rank->bad(Phase::grad_norm).size() == each.rank->scanned_count(Phase::grad_norm);
+    });
+    const auto known = std::ranges::find_if(found, [&](const AfterReduction& each) {
+      return each.ranks == ranks || (each.is_everything_bad && is_everything_bad);
+    });
     if (known == found.end()) {
-      found.push_back(std::move(next));
+      found.push_back({&key, &bad, std::move(ranks), is_everything_bad});
       return;
     }
-    known->ranks.merge(next.ranks);
+    known->ranks.merge(ranks);
     ++known->parameters;
-  }
-
-  bool is_everything_bad(const std::set<int>& ranks) const {
-    return std::ranges::all_of(ranks, [&](int each) {
-      const RankEvidence& rank = *findings_.incident().find(each);
-      return rank.bad(Phase::grad_norm).size() == rank.scanned_count(Phase::grad_norm);
-    });
   }
 
   /// Parameters whose gradients are bad on the same ranks, while other ranks hold clean copies.

@@ -201,12 +201,14 @@ void OperatorTrace::Impl::scan_what_is_sent(Frame& frame, ThreadFrames& frames) 
   const bool has_output_first = frame.arguments.size() > 1 && holds_tensors(frame.arguments[1]);
   const auto add = [&](const at::Tensor& tensor, int) {
     if (!is_plainly_observable(tensor)) return;
-    const at::Tensor values = values_of(tensor);
-    if (is_sum && values.defined()) {
-      const TensorStats stats = stats_of(values, options.threads);
+    if (is_sum) {
+      const TensorStats stats = stats_of(tensor, options.threads);
       if (stats.has_finite()) frame.largest_sent = std::max(frame.largest_sent, stats.absmax);
+      if (stats.is_finite()) return;
+    } else if (!is_bad(tensor)) {
+      return;
     }
-    if (is_bad(tensor)) unite(frame.sent, origins_of(tensor, frames, frame.info->full_name));
+    unite(frame.sent, origins_of(tensor, frames, frame.info->full_name));
   };
   const c10::IValue& input = frame.arguments[has_output_first ? 1 : 0];
   for_each_tensor_at(input, add);

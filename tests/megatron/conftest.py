@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from launch import ScenarioPool
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +29,37 @@ def pool(tmp_path_factory):
         pool.environment = environment
         pool.has_nanlocator = is_importable
         yield pool
+
+
+@pytest.fixture(scope="session")
+def run_by(pool):
+    """Runs scenarios by a script of this folder that forks ranks: {scenario: [result of each rank]}."""
+
+    def run(script, scenarios, directory):
+        (directory / "scenarios.json").write_text(json.dumps(scenarios))
+        environment = {**os.environ, **pool.environment, "OMP_NUM_THREADS": "1"}
+        path = [str(ROOT / "examples" / "megatron_gpt"), environment.get("PYTHONPATH", "")]
+        command = [sys.executable, HERE / script, directory / "scenarios.json", "--output", directory]
+        done = subprocess.run(
+            command,
+            env={**environment, "PYTHONPATH": os.pathsep.join(path)},
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        logs = "\n".join(
+            f"---- {log}\n{log.read_text(errors='replace')[-3000:]}" for log in directory.rglob("rank*.log")
+        )
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
+        return {
+            scenario["name"]: [
+                json.loads((directory / scenario["name"] / f"rank{rank}.json").read_text())
+                for rank in range(scenario["ranks"])
+            ]
+            for scenario in scenarios
+        }
+
+    return run
 
 
 @pytest.fixture

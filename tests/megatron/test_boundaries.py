@@ -6,18 +6,10 @@ All scenarios run `boundaries` alone (run_boundaries.py), in one process that fo
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
-HERE = pathlib.Path(__file__).resolve().parent
-EXAMPLE = HERE.parents[1] / "examples" / "megatron_gpt"
 STEPS = 2
 LAYERS = 4
 MICROBATCHES = 4
@@ -142,37 +134,14 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def runs(pool, tmp_path_factory):
+def runs(run_by, tmp_path_factory):
     """{scenario: [result of each rank]}."""
-    directory = tmp_path_factory.mktemp("boundaries")
     scenarios = []
     for name, (ranks, training) in HEALTHY.items():
         scenarios.append(_scenario(name, ranks, training, []))
     for name, (ranks, training, *faults) in FAULTS.items():
         scenarios.append(_scenario(name, ranks, training, [{"iteration": 2, **f} for f in faults]))
-    (directory / "scenarios.json").write_text(json.dumps(scenarios))
-    environment = {**os.environ, **pool.environment, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [
-            *(sys.executable, str(HERE / "run_boundaries.py"), str(directory / "scenarios.json")),
-            *("--output", str(directory)),
-        ],
-        env={**environment, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), environment.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    logs = "\n".join(
-        f"---- {log}\n{log.read_text(errors='replace')[-3000:]}" for log in directory.rglob("rank*.log")
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
-    return {
-        scenario["name"]: [
-            json.loads((directory / scenario["name"] / f"rank{rank}.json").read_text())
-            for rank in range(scenario["ranks"])
-        ]
-        for scenario in scenarios
-    }
+    return run_by("run_boundaries.py", scenarios, tmp_path_factory.mktemp("boundaries"))
 
 
 def _scenario(name, ranks, training, faults):

@@ -7,17 +7,12 @@ All scenarios run in one process that forks their ranks (run_positions.py).
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 pytestmark = [pytest.mark.megatron, pytest.mark.usefixtures("nanlocator_is_built")]
 
-HERE = pathlib.Path(__file__).resolve().parent
-EXAMPLE = HERE.parents[1] / "examples" / "megatron_gpt"
 SMALL = {"hidden": 32, "sequence": 16, "layers": 4, "num_microbatches": 4}
 BAD = 2  # the iteration of the fault
 
@@ -47,9 +42,8 @@ SCENARIOS = {
 
 
 @pytest.fixture(scope="module")
-def runs(pool, tmp_path_factory):
+def runs(run_by, tmp_path_factory):
     """{scenario: [result of each rank]}."""
-    directory = tmp_path_factory.mktemp("positions")
     scenarios = [
         {
             "name": name,
@@ -61,29 +55,9 @@ def runs(pool, tmp_path_factory):
         }
         for name, (ranks, training, fault) in SCENARIOS.items()
     ]
-    (directory / "scenarios.json").write_text(json.dumps(scenarios))
-    environment = {**os.environ, **pool.environment, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [
-            *(sys.executable, str(HERE / "run_positions.py"), str(directory / "scenarios.json")),
-            *("--output", str(directory)),
-        ],
-        env={**environment, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), environment.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    logs = "\n".join(
-        f"---- {log}\n{log.read_text(errors='replace')[-3000:]}" for log in directory.rglob("rank*.log")
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
-    results = {}
-    for scenario in scenarios:
-        folder = directory / scenario["name"]
-        results[scenario["name"]] = [
-            json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(scenario["ranks"])
-        ]
-        assert [rank["error"] for rank in results[scenario["name"]]] == [None] * scenario["ranks"], logs
+    results = run_by("run_positions.py", scenarios, tmp_path_factory.mktemp("positions"))
+    errors = {name: [rank["error"] for rank in ranks] for name, ranks in results.items()}
+    assert errors == {scenario["name"]: [None] * scenario["ranks"] for scenario in scenarios}
     return results
 
 

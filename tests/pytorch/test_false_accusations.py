@@ -6,6 +6,7 @@ test knows the operator, the tensor or the state that makes its NaN.
 
 import ctypes
 import functools
+import itertools
 import json
 import math
 import random
@@ -20,6 +21,7 @@ from ranks import run_python
 from torch import nn
 from torch.distributions import Categorical
 from torch.func import functional_call
+from watched_steps import verdict_of_steps
 
 import nanlocator
 
@@ -38,18 +40,11 @@ def the_origin(verdict):
 
 def verdict_of(model, loss_of, steps=2, optimizer=None, **options):
     """The verdict on the first bad step, or None; ``loss_of(step)`` computes the loss."""
+    numbers = itertools.count()
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
-    watch = nanlocator.watch(model, optimizer, **options)
-    try:
-        for step in range(steps):
-            loss_of(step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
-    finally:
-        watch.remove()
-    return None
+    return verdict_of_steps(
+        model, lambda: loss_of(next(numbers)), steps=steps, optimizer=optimizer, **options
+    )
 
 
 # ---- state that a re-run does not restore ------------------------------------------------------------

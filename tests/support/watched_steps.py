@@ -18,11 +18,12 @@ def verdict_of_steps(
     *,
     corrupt: Callable[[], None] = lambda: None,
     steps: int = 2,
+    optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> dict[str, Any] | None:
     """The verdict on the first bad step, or None if all are healthy. ``loss()`` computes a step's loss,
     seeded with the step's number; ``corrupt()`` runs before each update. nanlocator is removed afterwards."""
-    optimizer = torch.optim.AdamW(watched.parameters(), lr=1e-3)
+    optimizer = optimizer or torch.optim.AdamW(watched.parameters(), lr=1e-3)
     watch = nanlocator.watch(watched, optimizer, **options)
     try:
         for step in range(steps):
