@@ -162,6 +162,26 @@ std::string collective_again_text(const Origin& origin) {
   return "execute the collective on the same values alone: it failed again on finite inputs";
 }
 
+/// "sqrt" of aten::sqrt, "div" of aten::div.Tensor.
+std::string function_of(const std::string& op) {
+  const std::size_t colons = op.rfind("::");
+  const std::size_t begin = colons == std::string::npos ? 0 : colons + 2;
+  return op.substr(begin, op.find('.', begin) - begin);
+}
+
+}  // namespace
+
+std::string first_bad_call_of(const Origin& origin) {
+  const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
+  if (fact == nullptr) return "";
+  std::vector<std::string> parts;
+  for (const auto& [name, value] : fact->values) parts.push_back(short_number(value));
+  if (function_of(origin.op) == "div" && parts.size() == 2) return parts[0] + " / " + parts[1];
+  return parts.empty() ? "" : function_name_of(origin.op) + "(" + joined(parts, ", ") + ")";
+}
+
+namespace {
+
 std::string dtype_of(const Origin& origin) {
   return origin.tensor ? origin.tensor->dtype : "the dtype";
 }
@@ -173,29 +193,11 @@ std::string module_of(const Origin& origin) {
 /// The forward's operator, because the code to change for a fault in backward is in forward.
 std::string forward_operation_of(const Origin& origin) {
   if (origin.forward_op.empty() || !origin.custom_function.empty()) return operation_of(origin);
-  return origin.forward_op + (origin.module.empty() ? "" : " of module " + origin.module);
+  return function_name_of(origin.forward_op);
 }
 
 std::string where_in_bundle(const Origin& origin) {
   return origin.bundle.empty() ? "" : " (the inputs are in the bundle)";
-}
-
-/// "sqrt" of aten::sqrt, "div" of aten::div.Tensor.
-std::string function_of(const std::string& op) {
-  const std::size_t colons = op.rfind("::");
-  const std::size_t begin = colons == std::string::npos ? 0 : colons + 2;
-  return op.substr(begin, op.find('.', begin) - begin);
-}
-
-/// The call at the first bad element: "sqrt(-0.131)", "0 / 0".
-std::string first_bad_call_of(const Origin& origin) {
-  const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
-  if (fact == nullptr) return "";
-  std::vector<std::string> parts;
-  for (const auto& [name, value] : fact->values) parts.push_back(short_number(value));
-  const std::string name = function_of(origin.op);
-  if (name == "div" && parts.size() == 2) return parts[0] + " / " + parts[1];
-  return parts.empty() ? "" : name + "(" + joined(parts, ", ") + ")";
 }
 
 std::string with_operands(const Origin& origin) {
@@ -380,11 +382,11 @@ const char* ignored_of(const Origin& origin) {
 
 std::string operation_of(const Origin& origin) {
   if (!origin.custom_function.empty()) {
-    return origin.custom_function + (origin.op.empty() ? "" : " (in its " + origin.op + ")");
+    return origin.custom_function;
   }
   if (origin.op.empty())
     return origin.module.empty() ? "this operation" : "module " + origin.module;
-  return origin.op + (origin.module.empty() ? "" : " of module " + origin.module);
+  return function_name_of(origin.op);
 }
 
 /// The title by the conclusion of the kernel's replay; "" without one.
@@ -427,6 +429,12 @@ std::string title_of(const Origin& origin) {
   return origin.custom_function.empty() || !is_made_there
              ? title
              : title + ", in the code of " + origin.custom_function;
+}
+
+std::string suspects_text(const Origin& origin) {
+  std::vector<std::string> open;
+  for (const Suspect suspect : origin.alternatives) open.push_back(suspect_text(suspect, origin));
+  return joined(open);
 }
 
 std::string certainty_of(const Origin& origin) {

@@ -240,8 +240,6 @@ std::string machine_check_command(const JobLayout& layout) {
 
 namespace {
 
-enum class Course { unknown, goes_on, goes_on_damaged, stops };
-
 bool has_overflow(const Verdict& verdict) {
   return std::ranges::any_of(verdict.origins, [](const Origin& origin) {
     return origin.cause == Cause::operator_overflow;
@@ -269,19 +267,6 @@ std::string bad_weights_of(const Verdict& verdict) {
 
 bool has_bad_gradients(const Verdict& verdict) {
   return !verdict.spread.parameters.empty();
-}
-
-/// How the policy continues the job after the finding.
-Course course_of(const Verdict& verdict) {
-  const std::string& on_bad = verdict.job.on_bad;
-  if (on_bad.empty() || verdict.status == VerdictStatus::clean) return Course::unknown;
-  if (verdict.status == VerdictStatus::benign) return Course::goes_on;
-  const bool is_clean_now = verdict.rerun.reproduced == false;
-  if (on_bad == "stop" || (on_bad == "recover" && !is_clean_now)) return Course::stops;
-  const bool is_applied = on_bad == "report" && !is_clean_now && has_bad_gradients(verdict) &&
-                          !verdict.job.framework_skips_update;
-  const bool is_damaged = is_applied || verdict.job.restart >= Restart::before_step;
-  return is_damaged ? Course::goes_on_damaged : Course::goes_on;
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "nanlocator/report/html.hpp"
 #include "nanlocator/report/read_run.hpp"
 #include "nanlocator/report/verdict_json.hpp"
+#include "step/launch.hpp"
 
 namespace nanlocator::inline step_room {
 namespace {
@@ -224,6 +225,8 @@ Verdict GradientLocator::Impl::judge(std::span<const Ledger> ledgers,
     auto problem = communicator->monitor()->problem();
     if (!problem.empty()) verdict.notes.push_back(std::move(problem));
   }
+  verdict.launch = read_launch(options.checkpoint_dir, run.attempt, iteration);
+  verdict.decision = decide(verdict, earlier_verdicts(directory));
   return verdict;
 }
 

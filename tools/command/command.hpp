@@ -23,6 +23,7 @@ inline constexpr int kWrongUse = 2;  // wrong arguments, or unreadable input
 /// one line on stderr and kWrongUse.
 Command bundle_command();
 Command doctor_command();
+Command explain_command();
 Command history_command();
 Command map_command();
 Command netcheck_command();
