@@ -12,7 +12,7 @@ namespace nanlocator::inline locate_room {
 namespace {
 
 template <FactKind... kinds>
-bool has(const Origin& origin) {
+bool shows(const Origin& origin) {
   return (has_fact(origin.facts, kinds) || ...);
 }
 
@@ -22,16 +22,16 @@ bool was_bad_in_replay(const Fact& fact) {
 }
 
 bool came_again(const Origin& origin) {
-  return has<FactKind::rerun_identical, FactKind::rerun_differs, FactKind::transfer_bad_again>(
+  return shows<FactKind::rerun_identical, FactKind::rerun_differs, FactKind::transfer_bad_again>(
              origin) &&
-         !has<FactKind::gone_in_rerun>(origin);
+         !shows<FactKind::gone_in_rerun>(origin);
 }
 
 /// True if one device, and no code that others execute, too, may have made it. Once is no proof.
 bool may_be_one_machine(const Origin& origin) {
   switch (origin.cause) {
     case Cause::bad_weight:
-      return has<FactKind::copies_clean>(origin);
+      return shows<FactKind::copies_clean>(origin);
     case Cause::memory_corruption:
     case Cause::not_reproduced:
     case Cause::pipeline_transfer:
@@ -44,9 +44,9 @@ bool may_be_one_machine(const Origin& origin) {
   }
 }
 
-// ---- the advice on one origin ----
+// ---- the proposal for one origin ----
 
-struct Advice {
+struct Proposal {
   DecisionKind kind = DecisionKind::restart_as_is;
   Owner caller = Owner::unknown;  // paged if the job stays down, else the owner of the ticket
   bool is_traced = false;
@@ -61,24 +61,24 @@ Owner author_of(const Origin& origin) {
 }
 
 /// A fault that comes again with the same data is the author's; any other is tried once more.
-Advice if_it_comes_again(const Origin& origin, bool is_again) {
+Proposal if_it_comes_again(const Origin& origin, bool is_again) {
   return {is_again ? DecisionKind::do_not_restart : DecisionKind::restart_as_is,
           author_of(origin)};
 }
 
-Advice advice_on_stored_value(const Origin& origin) {
-  return {DecisionKind::older_checkpoint, has<FactKind::copies_clean>(origin)
+Proposal proposal_for_stored_value(const Origin& origin) {
+  return {DecisionKind::older_checkpoint, shows<FactKind::copies_clean>(origin)
                                               ? Owner::cluster_operator
                                               : Owner::model_author};
 }
 
-Advice advice_on_collective(const Origin& origin) {
+Proposal proposal_for_collective(const Origin& origin) {
   const bool are_few = !origin.candidates.empty() && origin.candidates.size() <= 2;
   if (origin.owner == Owner::framework && !are_few) return if_it_comes_again(origin, true);
   return {are_few ? DecisionKind::exclude : DecisionKind::restart_as_is, Owner::cluster_operator};
 }
 
-Advice advice_on_update(const Origin& origin) {
+Proposal proposal_for_update(const Origin& origin) {
   if (origin.action == Action::check_update && origin.detail == Detail::sqrt_of_negative) {
     return {DecisionKind::older_checkpoint, Owner::model_author};
   }
@@ -87,13 +87,13 @@ Advice advice_on_update(const Origin& origin) {
           Owner::model_author, false, true};
 }
 
-Advice advice_on(const Origin& origin) {
+Proposal proposal_for(const Origin& origin) {
   switch (origin.cause) {
     case Cause::bad_weight:
     case Cause::optimizer_state:
-      return advice_on_stored_value(origin);
+      return proposal_for_stored_value(origin);
     case Cause::bad_buffer:
-      if (!origin.parameter.empty()) return advice_on_stored_value(origin);
+      if (!origin.parameter.empty()) return proposal_for_stored_value(origin);
       return {DecisionKind::restart_as_is, Owner::model_author};  // in no checkpoint: made anew
     case Cause::bad_input:
     case Cause::empty_loss_mask:
@@ -114,7 +114,7 @@ Advice advice_on(const Origin& origin) {
     case Cause::collective_sum:
     case Cause::recompute_mismatch:
     case Cause::kernel_bug:
-      return if_it_comes_again(origin, !has<FactKind::gone_in_rerun, FactKind::rerun_clean>(origin));
+      return if_it_comes_again(origin, !shows<FactKind::gone_in_rerun, FactKind::rerun_clean>(origin));
     case Cause::operator_bug:
       if (origin.detail == Detail::custom_code) return if_it_comes_again(origin, true);
       // Finite with the same inputs elsewhere: the kernel, or this device.
@@ -123,7 +123,7 @@ Advice advice_on(const Origin& origin) {
     case Cause::memory_corruption:
       return origin.action == Action::find_writer
                  ? if_it_comes_again(origin, true)
-                 : Advice{DecisionKind::restart_as_is, Owner::cluster_operator};
+                 : Proposal{DecisionKind::restart_as_is, Owner::cluster_operator};
     case Cause::not_reproduced:
       return {DecisionKind::restart_as_is,
               origin.action == Action::test_device ? Owner::cluster_operator : author_of(origin)};
@@ -131,12 +131,12 @@ Advice advice_on(const Origin& origin) {
     case Cause::uninitialised_memory:
       return {DecisionKind::restart_as_is, author_of(origin)};
     case Cause::collective_result:
-      return advice_on_collective(origin);
+      return proposal_for_collective(origin);
     case Cause::pipeline_transfer:
       if (origin.owner == Owner::framework) return if_it_comes_again(origin, true);
       return {DecisionKind::exclude, Owner::cluster_operator};
     case Cause::optimizer_update:
-      return advice_on_update(origin);
+      return proposal_for_update(origin);
     case Cause::unknown:
       return {DecisionKind::restart_as_is, Owner::nobody, true,
               origin.phase == Phase::params_after};
@@ -263,7 +263,7 @@ bool is_deterministic(const Origin& origin) {
     case Cause::bad_scalar:
       return true;
     default:
-      return has<FactKind::transfer_bad_again>(origin) ||
+      return shows<FactKind::transfer_bad_again>(origin) ||
              std::ranges::any_of(origin.facts, was_bad_in_replay);
   }
 }
@@ -286,24 +286,24 @@ Decision decide(const Verdict& verdict, std::span<const Verdict> earlier) {
     return decision;
   }
   const Course course = course_of(verdict);
-  Advice advice{DecisionKind::restart_as_is, Owner::nobody, true};  // without any origin
+  Proposal proposal{DecisionKind::restart_as_is, Owner::nobody, true};  // without any origin
   for (std::size_t i = 0; i < verdict.origins.size(); ++i) {
-    const Advice each = advice_on(verdict.origins[i]);
-    const bool leads = !decision.origin || each.kind > advice.kind ||
-                       (each.kind == advice.kind && advice.is_traced && !each.is_traced);
+    const Proposal each = proposal_for(verdict.origins[i]);
+    const bool leads = !decision.origin || each.kind > proposal.kind ||
+                       (each.kind == proposal.kind && proposal.is_traced && !each.is_traced);
     if (leads) {
-      advice = each;
+      proposal = each;
       decision.origin = static_cast<int>(i);
     }
   }
-  decision.kind = advice.kind;
-  decision.is_traced = advice.is_traced;
-  set_checkpoint(verdict, advice.is_before_step, decision);
+  decision.kind = proposal.kind;
+  decision.is_traced = proposal.is_traced;
+  set_checkpoint(verdict, proposal.is_before_step, decision);
   const bool is_down = decision.kind == DecisionKind::do_not_restart;
-  (is_down ? decision.page : decision.ticket) = advice.caller;
+  (is_down ? decision.page : decision.ticket) = proposal.caller;
   if (decision.origin) {
     for (const Origin& origin : verdict.origins) {
-      if (advice_on(origin).kind == DecisionKind::exclude || may_be_one_machine(origin)) {
+      if (proposal_for(origin).kind == DecisionKind::exclude || may_be_one_machine(origin)) {
         const auto suspects = suspects_of(origin);
         decision.ranks.insert(decision.ranks.end(), suspects.begin(), suspects.end());
       }

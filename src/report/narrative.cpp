@@ -243,8 +243,10 @@ std::string elements_of(const Origin& origin) {
     if (__builtin_mul_overflow(numel, size, &numel)) return "";
   }
   if (bad == 0 || numel < 2) return "";
-  return bad == numel ? " in every element"
-                      : " in " + counted(bad) + " of " + counted(numel) + " elements";
+  if (bad == numel) return " in every element";
+  std::string text = " in " + counted(bad) + " of " + counted(numel) + " elements";
+  if (!tensor.first_bad_index.empty()) text += " from " + describe_shape(tensor.first_bad_index);
+  return text;
 }
 
 /// "an all-reduce" of "c10d::allreduce_".
@@ -829,6 +831,11 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   if (origin != nullptr) add_row(narrative.rows, "cause", cause_of(verdict, *origin));
   add_row(narrative.rows, "state", state_of(verdict));
   add_row(narrative.rows, "checkpoint", checkpoint_of(verdict));
+  if (decision.is_traced) {
+    add_row(narrative.rows, "trace",
+            "NANLOCATOR_LEVEL=operators in the job's environment; the block of that step names the "
+            "line");
+  }
   add_check(verdict, narrative.rows);
   if (verdict.origins.size() > 1) {
     add_row(narrative.rows, "also",

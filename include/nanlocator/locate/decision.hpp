@@ -18,7 +18,7 @@ namespace nanlocator::inline locate_room {
 struct Origin;
 struct Verdict;
 
-/// In the order in which the advice on one of several origins takes precedence, the last first.
+/// In the order in which the proposal for one of several origins takes precedence, the last first.
 enum class DecisionKind : std::uint8_t {
   none_needed,       // the job goes on, and its weights are good
   restart_as_is,     // once: if the same comes again, the next decision differs
