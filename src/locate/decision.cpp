@@ -196,7 +196,7 @@ Recurrence recurrence_in(const Verdict& verdict, const Origin& origin, const Ver
 
 /// The same machine twice is left out; the same fault twice is not tried a third time.
 void add_recurrence(const Verdict& verdict, std::span<const Verdict> earlier,
-                    Decision& decision) {
+                    JobDecision& decision) {
   const Origin& origin = verdict.origins[static_cast<std::size_t>(*decision.origin)];
   for (const Verdict& each : earlier) {
     const Recurrence found = recurrence_in(verdict, origin, each);
@@ -218,7 +218,7 @@ void add_recurrence(const Verdict& verdict, std::span<const Verdict> earlier,
 
 // ---- the decision ----
 
-void set_checkpoint(const Verdict& verdict, bool is_before_step, Decision& decision) {
+void set_checkpoint(const Verdict& verdict, bool is_before_step, JobDecision& decision) {
   const JobState& job = verdict.job;
   decision.newest_step = verdict.iteration - 1;
   if (job.restart_before) decision.newest_step = *job.restart_before - 1;
@@ -280,8 +280,8 @@ Course course_of(const Verdict& verdict) {
   return is_damaged ? Course::goes_on_damaged : Course::goes_on;
 }
 
-Decision decide(const Verdict& verdict, std::span<const Verdict> earlier) {
-  Decision decision;
+JobDecision decide(const Verdict& verdict, std::span<const Verdict> earlier) {
+  JobDecision decision;
   if (verdict.status == VerdictStatus::clean || verdict.status == VerdictStatus::benign) {
     return decision;
   }

@@ -176,7 +176,8 @@ std::string first_bad_call_of(const Origin& origin) {
   if (fact == nullptr) return "";
   std::vector<std::string> parts;
   for (const auto& [name, value] : fact->values) parts.push_back(short_number(value));
-  if (function_of(origin.op) == "div" && parts.size() == 2) return parts[0] + " / " + parts[1];
+  const bool is_division = function_of(origin.op) == "div" || function_of(origin.op) == "div_";
+  if (is_division && parts.size() == 2) return parts[0] + " / " + parts[1];
   return parts.empty() ? "" : function_name_of(origin.op) + "(" + joined(parts, ", ") + ")";
 }
 

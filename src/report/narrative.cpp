@@ -571,7 +571,7 @@ std::string joined_path(const std::string& folder, const std::string& name) {
 
 std::string checkpoint_of(const Verdict& verdict) {
   if (!needs_checkpoint(verdict)) return "";
-  const Decision& decision = verdict.decision;
+  const JobDecision& decision = verdict.decision;
   const std::string folder = verdict.launch ? verdict.launch->checkpoint_dir : "";
   const CheckpointFile* const file = checkpoint_to_load(verdict);
   std::string text;
@@ -618,7 +618,7 @@ std::string severity_of(const Verdict& verdict) {
 }
 
 std::string action_text_of(const Verdict& verdict) {
-  const Decision& decision = verdict.decision;
+  const JobDecision& decision = verdict.decision;
   const bool is_running_damaged = course_of(verdict) == Course::goes_on_damaged;
   const std::string kill = is_running_damaged ? "KILL IT NOW, THEN " : "";
   switch (decision.kind) {
@@ -650,7 +650,7 @@ std::string action_text_of(const Verdict& verdict) {
 }
 
 std::string restart_word_of(const Verdict& verdict) {
-  const Decision& decision = verdict.decision;
+  const JobDecision& decision = verdict.decision;
   switch (decision.kind) {
     case DecisionKind::none_needed:
     case DecisionKind::do_not_restart:
@@ -663,7 +663,7 @@ std::string restart_word_of(const Verdict& verdict) {
 }
 
 std::string hosts_text_of(const Verdict& verdict) {
-  const Decision& decision = verdict.decision;
+  const JobDecision& decision = verdict.decision;
   if (decision.ranks.empty()) {
     return decision.is_traced || decision.kind == DecisionKind::none_needed ? "as before"
                                                                             : "none suspected";
@@ -692,7 +692,7 @@ std::string event_of(const Verdict& verdict) {
 
 // ---- what the author needs ----
 
-std::string audience_of(const Decision& decision) {
+std::string audience_of(const JobDecision& decision) {
   const Owner reader = decision.page != Owner::nobody ? decision.page : decision.ticket;
   switch (reader) {
     case Owner::model_author:
@@ -745,11 +745,16 @@ std::vector<std::string> reasons_of(const Origin& origin) {
       FactKind::same_on_ranks,   FactKind::values_at_first_bad, FactKind::input,
       FactKind::reached,         FactKind::derivative_of,       FactKind::copies_clean,
       FactKind::peers_finite,    FactKind::members_got_the_same, FactKind::called_in_framework,
-      FactKind::variant_finite,  FactKind::control_clean,       FactKind::stated_action};
+      FactKind::control_clean,   FactKind::stated_action};
   std::vector<std::string> reasons;
   for (const Fact& fact : ordered_facts(origin)) {
     const int place = place_of(fact);
-    const bool is_left_out = place == 0 || place > 4 || fact.source != FactSource::origin ||
+    const bool is_of_other_variant = (fact.kind == FactKind::variant_bad ||
+                                      fact.kind == FactKind::variant_finite) &&
+                                     origin.cause != Cause::compiled_region &&
+                                     origin.cause != Cause::uninitialised_memory &&
+                                     origin.cause != Cause::race;
+    const bool is_left_out = is_of_other_variant || place == 0 || place > 4 || fact.source != FactSource::origin ||
                              std::ranges::count(kLeftOut, fact.kind) > 0;
     if (!is_left_out && reasons.size() < kMost) reasons.push_back(fact_text(fact));
   }
@@ -816,7 +821,7 @@ std::string error_code_of(const Verdict& verdict) {
 
 Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   Narrative narrative;
-  const Decision& decision = verdict.decision;
+  const JobDecision& decision = verdict.decision;
   const Origin* const origin = deciding_origin(verdict);
   narrative.severity = severity_of(verdict);
   narrative.code = error_code_of(verdict);

@@ -34,6 +34,10 @@ class Page {
       : width_(std::max(style.width, kNarrowest)), has_colour_(style.colour) {}
 
   void headline(std::string_view text, std::string_view colour) { add({}, text, 0, 4, colour); }
+  /// Not wrapped, so that a log shows it whole.
+  void first_line(std::string_view text, std::string_view colour) {
+    text_ += painted(printable(text), colour) + "\n";
+  }
   void row(std::string_view label, std::string_view text, int indent) {
     add(label, text, indent, indent + kLabelColumns, kCyan);
   }
@@ -254,7 +258,7 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
 std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
   const Narrative told = narrative_of(verdict, style.run_dir);
   Page page(style);
-  page.headline("nanlocator " + told.severity + "[" + told.code + "] " + told.event + ": " +
+  page.first_line("nanlocator " + told.severity + "[" + told.code + "] " + told.event + ": " +
                     told.action,
                 colour_of(told.severity));
   if (told.severity == "INFO") {

@@ -77,8 +77,8 @@ constexpr auto json_fields(const JobState*) {
       JsonAdded(JsonField("restart_before", &JobState::restart_before)));
 }
 
-constexpr auto json_fields(const Decision*) {
-  using D = Decision;
+constexpr auto json_fields(const JobDecision*) {
+  using D = JobDecision;
   return std::tuple(JsonField("kind", &D::kind), JsonField("origin", &D::origin),
                     JsonField("traced", &D::is_traced), JsonField("ranks", &D::ranks),
                     JsonWriteOnly{"hosts"}, JsonWriteOnly{"devices"},

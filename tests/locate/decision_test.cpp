@@ -45,7 +45,7 @@ Verdict verdict_of(Cause cause, Facts facts = {}, Detail detail = Detail::none) 
 }
 
 TEST(Decision, CodeThatFailsAgainStaysDown) {
-  const Decision decision = decide(verdict_of(Cause::operator_undefined, {},
+  const JobDecision decision = decide(verdict_of(Cause::operator_undefined, {},
                                               Detail::log_of_negative));
   EXPECT_EQ(decision.kind, DecisionKind::do_not_restart);
   EXPECT_EQ(decision.page, Owner::model_author);
@@ -56,7 +56,7 @@ TEST(Decision, CodeThatFailsAgainStaysDown) {
 
 TEST(Decision, ABadBatchIsSkippedAndNobodyIsWoken) {
   for (const Cause cause : {Cause::bad_input, Cause::empty_loss_mask}) {
-    const Decision decision = decide(verdict_of(cause));
+    const JobDecision decision = decide(verdict_of(cause));
     EXPECT_EQ(decision.kind, DecisionKind::skip_batch);
     EXPECT_EQ(decision.page, Owner::nobody);
     EXPECT_EQ(decision.ticket, Owner::data);
@@ -64,7 +64,7 @@ TEST(Decision, ABadBatchIsSkippedAndNobodyIsWoken) {
 }
 
 TEST(Decision, WhatHappenedOnceIsTriedOnceMore) {
-  const Decision decision =
+  const JobDecision decision =
       decide(verdict_of(Cause::not_reproduced, {{.kind = FactKind::rerun_clean}}));
   EXPECT_EQ(decision.kind, DecisionKind::restart_as_is);
   EXPECT_FALSE(decision.is_traced);
@@ -76,7 +76,7 @@ TEST(Decision, TheSameDeviceTwiceIsLeftOut) {
   const Verdict earlier = verdict_of(Cause::not_reproduced);
   Verdict now = verdict_of(Cause::not_reproduced);
   now.origins[0].module = "head";
-  const Decision decision = decide(now, {{earlier}});
+  const JobDecision decision = decide(now, {{earlier}});
   EXPECT_EQ(decision.recurrence, Recurrence::same_device);
   EXPECT_EQ(decision.kind, DecisionKind::exclude);
   EXPECT_THAT(decision.ranks, ElementsAre(3));
@@ -86,7 +86,7 @@ TEST(Decision, TheSamePlaceOnAnotherDeviceIsNotTriedAThirdTime) {
   const Verdict earlier = verdict_of(Cause::not_reproduced);
   Verdict now = verdict_of(Cause::not_reproduced);
   now.layout->mentioned = {on("a18", 3)};
-  const Decision decision = decide(now, {{earlier}});
+  const JobDecision decision = decide(now, {{earlier}});
   EXPECT_EQ(decision.recurrence, Recurrence::same_place);
   EXPECT_EQ(decision.kind, DecisionKind::do_not_restart);
   EXPECT_EQ(decision.page, Owner::model_author);
@@ -106,7 +106,7 @@ TEST(Decision, AKernelThatIsWrongOnOneDeviceLeavesItOutFirst) {
 }
 
 TEST(Decision, BothEndsOfATransferAreLeftOut) {
-  const Decision decision = decide(verdict_of(
+  const JobDecision decision = decide(verdict_of(
       Cause::pipeline_transfer, {{.kind = FactKind::message_changed, .ranks = {3}, .peers = {2}}}));
   EXPECT_EQ(decision.kind, DecisionKind::exclude);
   EXPECT_THAT(decision.ranks, ElementsAre(2, 3));
@@ -127,7 +127,7 @@ TEST(Decision, BadWeightsNeedACheckpointFromBefore) {
 }
 
 TEST(Decision, AnUnknownOperatorIsTraced) {
-  const Decision decision = decide(verdict_of(Cause::unknown));
+  const JobDecision decision = decide(verdict_of(Cause::unknown));
   EXPECT_EQ(decision.kind, DecisionKind::restart_as_is);
   EXPECT_TRUE(decision.is_traced);
 }
@@ -135,7 +135,7 @@ TEST(Decision, AnUnknownOperatorIsTraced) {
 TEST(Decision, TheGravestOfSeveralOriginsDecides) {
   Verdict verdict = verdict_of(Cause::not_reproduced);
   verdict.origins.push_back(verdict_of(Cause::user_hook).origins[0]);
-  const Decision decision = decide(verdict);
+  const JobDecision decision = decide(verdict);
   EXPECT_EQ(decision.kind, DecisionKind::do_not_restart);
   EXPECT_EQ(decision.origin, 1);
 }
@@ -143,7 +143,7 @@ TEST(Decision, TheGravestOfSeveralOriginsDecides) {
 TEST(Decision, AJobThatGoesOnNeedsNone) {
   Verdict verdict = verdict_of(Cause::user_hook);
   verdict.job.on_bad = "skip";
-  const Decision decision = decide(verdict);
+  const JobDecision decision = decide(verdict);
   EXPECT_EQ(decision.kind, DecisionKind::none_needed);
   EXPECT_EQ(decision.page, Owner::nobody);
   EXPECT_EQ(decision.ticket, Owner::model_author);

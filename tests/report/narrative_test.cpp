@@ -85,8 +85,7 @@ Verdict division_by_zero() {
 
 TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
   EXPECT_EQ(format_verdict(division_by_zero(), {.run_dir = "/runs/a0"}),
-            R"(nanlocator ERROR[div_zero] 2026-11-27 02:58 UTC job 88213 gpt-moe, step 2: LEAVE IT DOWN, PAGE THE MODEL
-    AUTHOR
+            R"(nanlocator ERROR[div_zero] 2026-11-27 02:58 UTC job 88213 gpt-moe, step 2: LEAVE IT DOWN, PAGE THE MODEL AUTHOR
   restart NO | hosts none suspected | load iter_0000001 | page model author | ticket none
   what:        division by zero: torch.div in decoder.layers.2.mlp.router on rank 3 = a17:GPU3 gave -Inf
                (non-finite) in 4 of 128 elements from [0, 0]; it reached the gradients of 1 parameter on 2

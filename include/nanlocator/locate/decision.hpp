@@ -42,7 +42,7 @@ enum class Recurrence : std::uint8_t {
   return std::to_array<std::string_view>({"none", "same_device", "same_place"});
 }
 
-struct Decision {
+struct JobDecision {
   DecisionKind kind = DecisionKind::none_needed;
   /// The index of the origin that it follows from; empty without one.
   std::optional<int> origin;
@@ -57,7 +57,7 @@ struct Decision {
   Owner ticket = Owner::nobody;  // who reads it in the morning
   Recurrence recurrence = Recurrence::none;
   std::vector<FactKind> rests_on;  // evidence of the origin that decided
-  friend bool operator==(const Decision&, const Decision&) = default;
+  friend bool operator==(const JobDecision&, const JobDecision&) = default;
 };
 
 /// How the job goes on after the finding.
@@ -69,6 +69,6 @@ enum class Course : std::uint8_t { unknown, goes_on, goes_on_damaged, stops };
 [[nodiscard]] bool is_deterministic(const Origin& origin);
 
 /// `earlier`: the last verdict of each earlier attempt of this run, in any order.
-[[nodiscard]] Decision decide(const Verdict& verdict, std::span<const Verdict> earlier = {});
+[[nodiscard]] JobDecision decide(const Verdict& verdict, std::span<const Verdict> earlier = {});
 
 }  // namespace nanlocator::inline locate_room

@@ -167,7 +167,7 @@ struct Verdict {
   std::vector<std::string> clean;  // parameters that bracket the fault, in backward order
   RerunOutcome rerun;
   JobState job;
-  Decision decision;
+  JobDecision decision;
   std::optional<Launch> launch;
   std::optional<JobLayout> layout;
   std::vector<int> silent_ranks;   // no ledger arrived
