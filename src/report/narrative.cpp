@@ -364,7 +364,7 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
   constexpr std::size_t kMost = 3;
   std::vector<std::string> tests;
   const std::string machine = same_machine(verdict, origin);
-  for (const Fact& fact : origin.facts) {
+  for (const Fact& fact : ordered_facts(origin)) {
     switch (fact.kind) {
       case FactKind::rerun_identical:
         tests.push_back("the same came back, bit for bit, in a re-run on " + machine);

@@ -122,4 +122,4 @@ def test_every_rank_and_torchruns_summary_show_the_programs_own_lines(printed, t
         stack = record["message"]["extraInfo"]["py_callstack"]
         own = [] if sys.version_info >= (3, 11) else frames_in(stack)[:1]  # the handled error's, in 3.10
         assert frames_in(stack) == [*own, (program, "<module>"), (program, "train")]
-        assert "certainty" in record["message"]["message"]
+        assert "  restart " in record["message"]["message"]
