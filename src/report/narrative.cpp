@@ -529,7 +529,7 @@ std::string state_of(const Verdict& verdict) {
   if (verdict.decision.kind == DecisionKind::do_not_restart) {
     text += verdict.decision.recurrence == Recurrence::same_place
                 ? "; an earlier attempt of this run failed in the same way"
-                : "; a restart meets the same data and code and fails again";
+                : "; it fails again with the same data";
   } else if (verdict.decision.recurrence == Recurrence::same_device) {
     text += "; the same device failed in an earlier attempt of this run";
   }

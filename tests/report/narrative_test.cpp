@@ -92,8 +92,8 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
                ranks
   cause:       code, proven: the same came back, bit for bit, in a re-run on the same GPU; the call alone
                gives it again, in float64, too; every input was finite
-  state:       stopped before the update of step 2; weights finite, as after step 1; a restart meets the same
-               data and code and fails again
+  state:       stopped before the update of step 2; weights finite, as after step 1; it fails again with the
+               same data
   checkpoint:  LOAD /ckpt/run17/iter_0000001 (after step 1; its values were not checked)
   --- for the model author
   model/router.py:515 in gate, forward, microbatch 1 (rank 3 = a17:GPU3)
