@@ -48,7 +48,7 @@ bool may_be_one_machine(const Origin& origin) {
 
 struct Proposal {
   DecisionKind kind = DecisionKind::restart_as_is;
-  Owner caller = Owner::unknown;  // paged if the job stays down, else the owner of the ticket
+  Owner caller = Owner::model_author;  // paged if the job stays down, else the owner of the ticket
   bool is_traced = false;
   bool is_before_step = false;  // the step itself made the weights bad
 };
@@ -138,6 +138,7 @@ Proposal proposal_for(const Origin& origin) {
     case Cause::optimizer_update:
       return proposal_for_update(origin);
     case Cause::unknown:
+      if (shows<FactKind::norm_overflows>(origin)) return {};  // a trace shows nothing of it
       return {DecisionKind::restart_as_is, Owner::nobody, true,
               origin.phase == Phase::params_after};
   }

@@ -99,7 +99,8 @@ std::string error_code_of(const Origin& origin) {
     case Cause::race:
       return "race";
     case Cause::collective_result:
-      return "collective_wrong";
+      return has_fact(origin.facts, FactKind::members_got_other_values) ? "collective_differs"
+                                                                        : "collective_wrong";
     case Cause::collective_sum:
       return "sum_overflow";
     case Cause::pipeline_transfer:
@@ -312,7 +313,8 @@ std::string in_place(const Origin& origin) {
 /// "an all-reduce of ranks 2 and 6".
 std::string group_of(const Verdict& verdict, const Origin& origin) {
   if (origin.facts.empty()) return "a collective";
-  const Fact& seen = origin.facts.front();
+  const Fact* const differing = find_fact(origin.facts, FactKind::members_got_other_values);
+  const Fact& seen = differing != nullptr ? *differing : origin.facts.front();
   const std::string op = !seen.op.empty() ? seen.op : origin.op;
   std::string text = origin.phase == Phase::grad_reduced && op.empty()
                          ? "the reduction of gradients"
@@ -324,7 +326,8 @@ std::string group_of(const Verdict& verdict, const Origin& origin) {
 }
 
 std::string peers_of(const Verdict& verdict, const Origin& origin) {
-  const Fact* const message = find_fact(origin.facts, FactKind::message_changed);
+  const Fact* message = find_fact(origin.facts, FactKind::message_changed);
+  if (message == nullptr) message = find_fact(origin.facts, FactKind::members_got_other_values);
   return message == nullptr ? "the sender" : ranks_place_of(verdict, message->peers);
 }
 
