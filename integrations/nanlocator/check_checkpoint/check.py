@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanlocator._C import UsageError
 from nanlocator.check_checkpoint import judging, layouts
-from nanlocator.check_checkpoint.reading import can_be_bad, measure
+from nanlocator.check_checkpoint.reading import Plan, can_be_bad
 from nanlocator.check_checkpoint.report import (
     CheckpointReport,
     Content,
@@ -28,7 +28,6 @@ from nanlocator.check_checkpoint.stored import Role, StoredTensor
 __all__ = ["BEFORE", "Progress", "check_checkpoint"]
 
 BEFORE = "before"  # compare with the checkpoint before, if there is one
-_DAMAGED = "time was up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,7 @@ def check_checkpoint(
     compare: str | os.PathLike[str] | None = BEFORE,
     deadline_s: float | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    maps_files: bool = False,
 ) -> Report:
     """Reads a checkpoint and says which of its tensors hold NaN, Inf or absurd magnitudes. Executes nothing that
     is in it, reads it in blocks of 4 MiB, and needs no device.
@@ -63,7 +63,8 @@ def check_checkpoint(
     ("*layers.3.*") whose tensors are `is_selected`; integers among them are read, too. ``compare``: a checkpoint
     whose magnitudes are compared; None: none. ``deadline_s``: return after this many seconds with what is known
     by then, even if the file system does not answer (the thread that waits for it is left behind).
-    ``on_progress`` is called between two blocks, by the thread that scans.
+    ``on_progress`` is called between two blocks, by a thread that scans. ``maps_files`` spares a copy, but an
+    error of the file system ends the process (SIGBUS).
 
     Raises UsageError for wrong arguments. What cannot be read is in the report, not raised.
 
@@ -75,7 +76,9 @@ def check_checkpoint(
         raise UsageError(f'which is {which!r}: expected "resume" or "all"')
     if deadline_s is not None and not deadline_s >= 0:
         raise UsageError(f"deadline_s is {deadline_s}: expected seconds")
-    check = _Check(Path(path), which, tuple(parameters), compare, deadline_s is not None, on_progress)
+    check = _Check(
+        Path(path), which, tuple(parameters), compare, on_progress, is_timed=deadline_s is not None, maps_files=maps_files
+    )
     if deadline_s is None:
         check.run()
     else:
@@ -92,11 +95,13 @@ class _Check:
         which: str,
         parameters: tuple[str, ...],
         compare: str | os.PathLike[str] | None,
-        is_timed: bool,
         on_progress: Callable[[Progress], None] | None,
+        *,
+        is_timed: bool,
+        maps_files: bool,
     ) -> None:
         self._path, self._which, self._parameters, self._compare = path, which, parameters, compare
-        self._is_timed, self._on_progress = is_timed, on_progress
+        self._is_timed, self._maps_files, self._on_progress = is_timed, maps_files, on_progress
         self._report = Report(str(path))
         self._lock = threading.Lock()  # guards the report, which `take` takes away
         self._is_over = False
@@ -223,9 +228,13 @@ class _Check:
             for tensor, row in zip(tensors, rows, strict=True)
             if any(can_be_bad(part.dtype) or row.is_selected for part in tensor.parts)
         ]
+        weights = [tensor for tensor in wanted if tensor.role is Role.WEIGHTS]
+        rest = [tensor for tensor in wanted if tensor.role is not Role.WEIGHTS]
+        # In the order of the files; but if the time may be up, the weights first.
+        plans = [Plan(weights), Plan(rest)] if self._is_timed else [Plan(wanted)]
         done = 0
         with self._writing():
-            report.bytes_in_all = sum(part.span_bytes for tensor in wanted for part in tensor.parts)
+            report.bytes_in_all = sum(plan.bytes for plan in plans)
 
         def take(tensor: StoredTensor, statistics: Statistics) -> None:
             nonlocal done
@@ -242,11 +251,8 @@ class _Check:
                     Progress(report.path, report.bytes_read, report.bytes_in_all, done, len(wanted))
                 )
 
-        weights = [tensor for tensor in wanted if tensor.role is Role.WEIGHTS]
-        rest = [tensor for tensor in wanted if tensor.role is not Role.WEIGHTS]
-        # In the order of the files; but if the time may be up, the weights first.
-        for group in [weights, rest] if self._is_timed else [wanted]:
-            measure(group, take, count, self._keep_on)
+        for plan in plans:
+            plan.measure(take, count, self._keep_on, maps_files=self._maps_files)
 
     def _compare_with_other(
         self, report: CheckpointReport, tensors: list[TensorReport], older: Path | None

@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compare=None if options.alone else options.compare or BEFORE,
         deadline_s=options.deadline,
         on_progress=line.show if sys.stderr.isatty() else None,
+        maps_files=True,
     )
     line.clear()
     if options.json:

@@ -1,15 +1,15 @@
 """Streams tensors from their files through the engine's scan.
 
 In: tensors with the places of their elements. Out: the `Statistics` of each. The files are read in order, in
-blocks of at most `BLOCK` bytes, into `_BUFFERS` buffers: memory does not grow with the checkpoint. One thread reads
-while the caller's scans the block before it, from the processor's cache.
+blocks of at most `BLOCK` bytes, by `_THREADS` threads, each of which reads a block and scans it from the
+processor's cache: memory does not grow with the checkpoint.
 
-Files are read and not mapped: a file system's error, or a file that somebody truncates, is an error with its
-byte here, where a mapping would end the process by SIGBUS.
+Files are read, or mapped, which spares a copy. A file system's error, or a file that somebody truncates, is then
+no error with its byte, but a SIGBUS: only the command, a process of its own, maps.
 """
 
 import mmap
-import queue
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,10 +21,12 @@ from nanlocator.check_checkpoint.report import Statistics
 from nanlocator.check_checkpoint.sources import File, Source, UnreadError
 from nanlocator.check_checkpoint.stored import Part, StoredTensor, Time
 
-__all__ = ["BLOCK", "can_be_bad", "measure"]
+__all__ = ["BLOCK", "Plan", "can_be_bad"]
 
 BLOCK = 4 << 20  # bytes
-_BUFFERS = 3
+# Reading a block from the page cache takes about as long as scanning it: two threads are as fast as a mere read by
+# one. More would only help file systems that answer slowly.
+_THREADS = min(2, os.cpu_count() or 1)
 _LARGEST_GAP = 64 << 10  # bytes between two tensors that are read rather than skipped
 _MOST_READS = 8  # of a file's size; more are views of one memory that are larger than it together
 _CONVERTED = tuple(
@@ -75,93 +77,127 @@ class _Block:
     offset: int
     length: int
     pieces: list[_Piece]
-    buffer: mmap.mmap | None = None
+    mapping: mmap.mmap | None = None
     problem: str = ""
 
 
-def measure(
-    tensors: Iterable[StoredTensor],
-    take: Callable[[StoredTensor, Statistics], None],
-    count: Callable[[int], None],
-    keep_on: Time,
-) -> None:
-    """Calls ``take`` with each tensor's statistics as soon as all of its parts were read; ``tensor.unread`` is
-    set before if a part could not be. ``count`` receives the bytes of each block. An error of ``keep_on``
-    passes through, and the tensors that were not taken were not read."""
-    parts = _parts_of(tensors, take)
-    pieces = [piece for part in parts for piece in _pieces_of(part)]
-    free: queue.SimpleQueue[mmap.mmap | None] = queue.SimpleQueue()
-    ready: queue.SimpleQueue[_Block | BaseException | None] = queue.SimpleQueue()
-    for _ in range(_BUFFERS):
-        free.put(mmap.mmap(-1, BLOCK))
-    # A daemon: a read from a file system that does not answer may never return.
-    threading.Thread(
-        target=_read, args=(_blocks(pieces), free, ready), name="nanlocator checkpoint reader", daemon=True
-    ).start()
-    try:
-        while (block := _next(ready, keep_on)) is not None:
-            if isinstance(block, BaseException):
-                raise block
-            if block.buffer is not None:
-                if not block.problem:
-                    _scan(block, block.buffer)
-                free.put(block.buffer)
-            count(block.length)
-            for piece in block.pieces:
-                _finish(piece.of, block.problem, take)
-    finally:
-        free.put(None)  # ends the reader
+Take = Callable[[StoredTensor, Statistics], None]
 
 
-def _next(
-    ready: "queue.SimpleQueue[_Block | BaseException | None]", keep_on: Time
-) -> "_Block | BaseException | None":
-    while True:
-        keep_on()
-        try:
-            return ready.get(timeout=0.2)
-        except queue.Empty:
-            continue
+class Plan:
+    """What is to be read, in the order of the files. ``bytes``: of the tensors' elements."""
 
+    def __init__(self, tensors: Iterable[StoredTensor]) -> None:
+        self._empty: list[_Whole] = []
+        self._left: dict[Source, int] = {}  # pieces, by the sources in the order of their appearance
+        pieces = [piece for part in self._parts_of(tensors) for piece in _pieces_of(part)]
+        for piece in pieces:
+            self._left[piece.of.part.source] += 1
+        self.bytes = sum(piece.length for piece in pieces)
+        self._blocks = _blocks(pieces)
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._is_over = False
 
-def _finish(part: _PartRead, problem: str, take: Callable[[StoredTensor, Statistics], None]) -> None:
-    part.unread = part.unread or problem
-    part.pieces -= 1
-    if part.pieces > 0:
-        return
-    for whole in part.wholes:
-        whole.statistics.add(part.statistics)
-        whole.tensor.unread = whole.tensor.unread or part.unread
-        whole.parts -= 1
-        if whole.parts == 0:
+    def measure(self, take: Take, count: Callable[[int], None], keep_on: Time, *, maps_files: bool) -> None:
+        """Calls ``take`` with each tensor's statistics as soon as all of its parts were read; its ``unread`` is
+        set before if a part could not be. ``count`` receives the bytes of each block. Both are called by one of
+        the threads at a time. An error of ``keep_on``, which this thread calls, too, passes through: the tensors
+        that were not taken were not read."""
+        for whole in self._empty:
             take(whole.tensor, whole.statistics)
+        # Daemons: a read from a file system that does not answer may never return.
+        threads = [
+            threading.Thread(
+                target=self._work,
+                args=(take, count, keep_on, maps_files),
+                name="nanlocator checkpoint reader",
+                daemon=True,
+            )
+            for _ in range(_THREADS)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    keep_on()
+                    thread.join(0.1)
+        finally:
+            self._is_over = True
+        if self._error is not None:
+            raise self._error
 
-
-def _parts_of(
-    tensors: Iterable[StoredTensor], take: Callable[[StoredTensor, Statistics], None]
-) -> list[_PartRead]:
-    """In the order of the files. Equal parts, of tied weights, are one."""
-    found: dict[tuple[object, ...], _PartRead] = {}
-    bytes_of: dict[Source, int] = {}  # in the order of appearance
-    for tensor in tensors:
-        whole = _Whole(tensor)
-        for part in tensor.parts:
-            if part.span == 0:
-                continue
-            key = (part.source, part.offset, part.dtype, part.sizes, part.strides, part.at)
-            if key not in found:
-                total = bytes_of.get(part.source, 0) + part.span_bytes
-                if total > _MOST_READS * part.source.size:
-                    tensor.unread = "one of views of the same memory that are larger than it together"
+    def _parts_of(self, tensors: Iterable[StoredTensor]) -> list[_PartRead]:
+        """In the order of the files. Equal parts, of tied weights, are one."""
+        found: dict[tuple[object, ...], _PartRead] = {}
+        bytes_of: dict[Source, int] = {}
+        for tensor in tensors:
+            whole = _Whole(tensor)
+            for part in tensor.parts:
+                if part.span == 0:
                     continue
-                bytes_of[part.source] = total
-                found[key] = _PartRead(part, [])
-            found[key].wholes.append(whole)
-            whole.parts += 1
-        if whole.parts == 0:
-            take(tensor, whole.statistics)
-    order = {source: number for number, source in enumerate(bytes_of)}
-    return sorted(found.values(), key=lambda each: (order[each.part.source], each.part.offset))
+                key = (part.source, part.offset, part.dtype, part.sizes, part.strides, part.at)
+                if key not in found:
+                    total = bytes_of.get(part.source, 0) + part.span_bytes
+                    if total > _MOST_READS * part.source.size:
+                        tensor.unread = "one of views of the same memory that are larger than it together"
+                        continue
+                    bytes_of[part.source] = total
+                    self._left.setdefault(part.source, 0)
+                    found[key] = _PartRead(part, [])
+                found[key].wholes.append(whole)
+                whole.parts += 1
+            if whole.parts == 0:
+                self._empty.append(whole)
+        order = {source: number for number, source in enumerate(bytes_of)}
+        return sorted(found.values(), key=lambda each: (order[each.part.source], each.part.offset))
+
+    def _work(self, take: Take, count: Callable[[int], None], keep_on: Time, maps_files: bool) -> None:
+        buffer = mmap.mmap(-1, BLOCK)
+        try:
+            while (block := self._next(maps_files)) is not None:
+                keep_on()
+                seen = _scan(block, buffer)
+                with self._lock:
+                    if self._is_over:
+                        return
+                    count(sum(piece.length for piece in block.pieces))
+                    self._finish(block, seen, take)
+        except BaseException as error:
+            self._error = self._error or error
+            self._is_over = True
+
+    def _next(self, maps_files: bool) -> _Block | None:
+        with self._lock:
+            block = None if self._is_over else next(self._blocks, None)
+            if block is not None and isinstance(block.source, File):
+                try:
+                    block.source.open()
+                except UnreadError as error:
+                    block.problem = f"{block.source.label} {error}"
+                # The scan needs aligned elements.
+                if maps_files and all(each.offset % each.of.part.dtype.itemsize == 0 for each in block.pieces):
+                    block.mapping = block.source.map()
+            return block
+
+    def _finish(self, block: _Block, seen: list[Statistics], take: Take) -> None:
+        for piece, statistics in zip(block.pieces, seen, strict=True):
+            part = piece.of
+            part.statistics.add(statistics)
+            part.unread = part.unread or block.problem
+            part.pieces -= 1
+            if part.pieces > 0:
+                continue
+            for whole in part.wholes:
+                whole.statistics.add(part.statistics)
+                whole.tensor.unread = whole.tensor.unread or part.unread
+                whole.parts -= 1
+                if whole.parts == 0:
+                    take(whole.tensor, whole.statistics)
+        self._left[block.source] -= len(block.pieces)
+        if self._left[block.source] == 0 and isinstance(block.source, File):
+            block.source.close()
 
 
 def _pieces_of(of: _PartRead) -> Iterator[_Piece]:
@@ -215,49 +251,36 @@ def _blocks(pieces: list[_Piece]) -> Iterator[_Block]:
         yield block
 
 
-def _read(
-    blocks: Iterator[_Block],
-    free: "queue.SimpleQueue[mmap.mmap | None]",
-    ready: "queue.SimpleQueue[_Block | BaseException | None]",
-) -> None:
-    last: Source | None = None
-    try:
-        for block in blocks:
-            if last is not block.source and isinstance(last, File):
-                last.close()
-            last = block.source
-            block.buffer = free.get()
-            if block.buffer is None:
-                break
-            try:
-                block.source.read_into(memoryview(block.buffer)[: block.length], block.offset)
-            except UnreadError as error:
-                block.problem = f"{block.source.label} {error}"
-            ready.put(block)
-        ready.put(None)
-    except BaseException as error:
-        ready.put(error)
-    finally:
-        if isinstance(last, File):
-            last.close()
+def _scan(block: _Block, buffer: mmap.mmap) -> list[Statistics]:
+    """Of each piece. If the block cannot be read, ``block.problem`` says why."""
+    base = 0
+    if block.mapping is not None:
+        buffer = block.mapping
+    elif not block.problem:
+        base = block.offset
+        try:
+            block.source.read_into(memoryview(buffer)[: block.length], block.offset)
+        except UnreadError as error:
+            block.problem = f"{block.source.label} {error}"
+    if block.problem:
+        return [Statistics() for _ in block.pieces]
+    views = [_view(piece, buffer, piece.offset - base) for piece in block.pieces]
+    return [
+        Statistics.of(seen, _index(piece, seen.first_bad // (2 if piece.of.part.dtype.is_complex else 1)))
+        for piece, seen in zip(block.pieces, _C.scan(views), strict=True)
+    ]
 
 
-def _scan(block: _Block, buffer: mmap.mmap) -> None:
-    views, factors = [], []
-    for piece in block.pieces:
-        part = piece.of.part
-        count = piece.length // part.dtype.itemsize
-        view = torch.frombuffer(buffer, dtype=part.dtype, count=count, offset=piece.offset - block.offset)
-        if piece.sizes is not None:
-            view = view.as_strided(piece.sizes, part.strides)
-        factors.append(2 if part.dtype.is_complex else 1)
-        if part.dtype in _CONVERTED:
-            view = view.float()
-        elif not can_be_bad(part.dtype):
-            view = view.double()
-        views.append(view)
-    for piece, seen, factor in zip(block.pieces, _C.scan(views), factors, strict=True):
-        piece.of.statistics.add(Statistics.of(seen, _index(piece, seen.first_bad // factor)))
+def _view(piece: _Piece, buffer: mmap.mmap, offset: int) -> torch.Tensor:
+    part = piece.of.part
+    view = torch.frombuffer(
+        buffer, dtype=part.dtype, count=piece.length // part.dtype.itemsize, offset=offset
+    )
+    if piece.sizes is not None:
+        view = view.as_strided(piece.sizes, part.strides)
+    if part.dtype in _CONVERTED:
+        return view.float()
+    return view if can_be_bad(part.dtype) else view.double()
 
 
 def _index(piece: _Piece, position: int) -> tuple[int, ...] | None:

@@ -1,10 +1,15 @@
 """The bytes of a checkpoint: regular files, and what is kept in memory."""
 
+import contextlib
+import mmap
 import os
 import stat
 from pathlib import Path
 
-__all__ = ["Bytes", "File", "Source", "UnreadError", "describe"]
+__all__ = ["Bytes", "File", "Source", "UnreadError"]
+
+
+_MAP_NORESERVE = 0x4000  # Linux; in mmap from Python 3.13 on
 
 
 class UnreadError(Exception):
@@ -37,43 +42,54 @@ class Source:
 
 class File(Source):
     """A regular file, opened at its first read. `close` lets it be opened again: a checkpoint may have more
-    files than a process may open. Devices, pipes and sockets are refused before anything is read."""
+    files than a process may open. Devices, pipes and sockets are refused before anything is read. `open`, `map`
+    and `close` by one thread at a time; reads by any number."""
 
     def __init__(self, path: Path, label: str) -> None:
         self.path, self.label = path, label
         self._descriptor: int | None = None
-        self._open()
-        self.size = os.fstat(self._require_open()).st_size
+        self._mapping: mmap.mmap | None = None
+        self.size = os.fstat(self.open()).st_size
 
-    def _open(self) -> None:
-        try:
-            # O_NONBLOCK: opening a pipe would wait for its writer.
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise UnreadError(f"cannot be opened: {error.strerror}") from error
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise UnreadError("is not a regular file")
-        self._descriptor = descriptor
-
-    def _require_open(self) -> int:
+    def open(self) -> int:
         if self._descriptor is None:
-            self._open()
-        assert self._descriptor is not None
+            try:
+                # O_NONBLOCK: opening a pipe would wait for its writer.
+                descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            except OSError as error:
+                raise UnreadError(f"cannot be opened: {error.strerror}") from error
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise UnreadError("is not a regular file")
+            self._descriptor = descriptor
         return self._descriptor
+
+    def map(self) -> mmap.mmap | None:
+        """All of it in memory, read when it is looked at. An error of the file system, or a file that somebody
+        truncates meanwhile, is then a SIGBUS. None: it cannot be mapped, but perhaps be read."""
+        if self._mapping is None:
+            flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+            with contextlib.suppress(OSError, ValueError, UnreadError):
+                # Writable, though nobody writes, because torch warns of memory that is not.
+                self._mapping = mmap.mmap(self.open(), self.size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+                self._mapping.madvise(mmap.MADV_SEQUENTIAL)
+        return self._mapping
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         done = 0
         while done < len(buffer):
             try:
-                got = os.preadv(self._require_open(), [buffer[done:]], offset + done)
+                got = os.preadv(self.open(), [buffer[done:]], offset + done)
             except OSError as error:
                 raise UnreadError(f"cannot be read at byte {offset + done}: {error.strerror}") from error
             if got == 0:
-                raise UnreadError(f"ends at byte {offset + done}, before byte {offset + len(buffer)}: truncated")
+                raise UnreadError(
+                    f"ends at byte {offset + done}, before byte {offset + len(buffer)}: truncated"
+                )
             done += got
 
     def close(self) -> None:
+        self._mapping = None  # unmapped when no tensor looks at it any more
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -88,9 +104,3 @@ class Bytes(Source):
     def read_into(self, buffer: memoryview, offset: int) -> None:
         self.require(offset, len(buffer))
         buffer[:] = self._content[offset : offset + len(buffer)]
-
-
-def describe(error: BaseException) -> str:
-    """One line for a reason."""
-    text = str(error).strip().partition("\n")[0]
-    return text if isinstance(error, UnreadError) else f"{type(error).__name__}: {text}"
