@@ -20,11 +20,15 @@ _IN_64 = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Record:
+    name: str
     header: int  # byte of its local header in the source
     size: int
+    is_stored: bool  # neither compressed nor encrypted
 
     def begin(self, source: Source) -> int:
         """Byte of its content."""
+        if not self.is_stored:
+            raise UnreadError(f"the record {self.name} is compressed or encrypted, which torch.save does not do")
         local = source.read(self.header, 30)
         if local[:4] != MAGIC:
             raise UnreadError(f"no record of a zip archive at byte {self.header}: damaged")
@@ -75,11 +79,10 @@ def _entries(directory: bytes, begin: int, count: int) -> dict[str, Record]:
         name = directory[at + 46 : at + 46 + name_length].decode("utf-8", "replace")
         extra = directory[at + 46 + name_length : at + 46 + name_length + extra_length]
         size, stored, header = _wide(extra, size, stored, header)
-        if method != 0 or flags & 1 or stored != size:
-            raise UnreadError(f"the record {name} is compressed or encrypted, which torch.save does not do")
         if name in records:
             raise UnreadError(f"the archive has two records {name}")
-        records[name] = Record(begin + header, size)
+        is_stored = method == 0 and not flags & 1 and stored == size
+        records[name] = Record(name, begin + header, stored, is_stored)
         at += 46 + name_length + extra_length + comment_length
     return records
 
@@ -100,8 +103,8 @@ def _wide(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, 
 
 def _refuse_overlaps(records: dict[str, Record], directory: int) -> None:
     """Else a small file could hold any number of tensors, each as large as the file."""
-    in_order = sorted(records.items(), key=lambda item: item[1].header)
-    for number, (name, record) in enumerate(in_order):
-        following = in_order[number + 1][1].header if number + 1 < len(in_order) else directory
-        if record.header + 30 + len(name) + record.size > following:
-            raise UnreadError(f"the record {name} at byte {record.header} overlaps what follows it: damaged")
+    in_order = sorted(records.values(), key=lambda record: record.header)
+    for number, record in enumerate(in_order):
+        following = in_order[number + 1].header if number + 1 < len(in_order) else directory
+        if record.header + 30 + len(record.name) + record.size > following:
+            raise UnreadError(f"the record {record.name} at byte {record.header} overlaps what follows it: damaged")

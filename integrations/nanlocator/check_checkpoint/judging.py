@@ -28,6 +28,7 @@ _NEAR = 2.0
 _OUTLIER, _OUTLIER_AT_LEAST = 1e4, 100.0
 _FEWEST_NAMESAKES = 3
 _GROWTH, _GROWN_AT_LEAST = 100.0, 10.0
+_STACKED = re.compile(r"(^|\.)layers\.")  # without a number: Megatron-Core's stacked layers
 _NUMBER = re.compile(r"\d+")
 _MASK = re.compile(r"mask|alibi|(?:^|[._])(?:attn|attention)_bias$", re.IGNORECASE)
 _EIGHT_BITS = "float8"
@@ -104,13 +105,27 @@ def _outliers(tensors: list[TensorReport]) -> list[Finding]:
             namesakes[_NUMBER.sub("*", tensor.name)].append(tensor)
     found = []
     for pattern, group in namesakes.items():
-        if "*" not in pattern:
-            continue
-        sizes = [each.statistics.absmax for each in group if each.statistics and each.statistics.absmax > 0]
-        if len(sizes) < _FEWEST_NAMESAKES:
-            continue
-        usual = statistics.median(sizes)
-        for tensor in group:
-            if tensor.statistics and tensor.statistics.absmax > max(_OUTLIER * usual, _OUTLIER_AT_LEAST):
-                found.append(Finding("outlier", tensor, usual))
+        if "*" in pattern:
+            found += _outliers_of([(each, None, each.statistics.absmax) for each in group if each.statistics])
+        elif _STACKED.search(pattern):
+            found += _outliers_of(
+                [
+                    (each, layer, absmax)
+                    for each in group
+                    if each.statistics
+                    for layer, absmax in sorted(each.statistics.layers.items())
+                ]
+            )
     return found
+
+
+def _outliers_of(namesakes: list[tuple[TensorReport, int | None, float]]) -> list[Finding]:
+    sizes = [absmax for _, _, absmax in namesakes if absmax > 0]
+    if len(sizes) < _FEWEST_NAMESAKES:
+        return []
+    usual = statistics.median(sizes)
+    return [
+        Finding("outlier", tensor, usual, layer)
+        for tensor, layer, absmax in namesakes
+        if absmax > max(_OUTLIER * usual, _OUTLIER_AT_LEAST)
+    ]

@@ -173,6 +173,8 @@ def contents(path: Path, keep_on: Time) -> Contents:
     found = Contents(_layout_of(path))
     if not path.is_dir():
         _read_file(path, path.name, found, keep_on)
+        if not found.tensors and not found.unread:
+            raise UnreadError("it holds no tensors")
         return found
     for each in _files_of(path, found):
         label = str(each.relative_to(path))
@@ -186,7 +188,8 @@ def contents(path: Path, keep_on: Time) -> Contents:
             _read_file(each, label, found, keep_on)
     _check_indexes(path, found)
     if not found.tensors and not found.unread:
-        raise UnreadError(f"{path}: no checkpoint: it holds no file of tensors")
+        what = f"the {found.files} files that were read hold no tensors" if found.files else "no file of tensors"
+        raise UnreadError(f"{what}: this is no checkpoint, or its save did not finish")
     return found
 
 

@@ -191,6 +191,9 @@ class Plan:
                 continue
             for whole in part.wholes:
                 whole.statistics.add(part.statistics)
+                if part.part.at and part.part.sizes[:1] == (1,) and len(part.part.sizes) > 1:
+                    layers, layer = whole.statistics.layers, part.part.at[0]
+                    layers[layer] = max(layers.get(layer, 0.0), part.statistics.absmax)
                 whole.tensor.unread = whole.tensor.unread or part.unread
                 whole.parts -= 1
                 if whole.parts == 0:

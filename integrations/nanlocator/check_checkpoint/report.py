@@ -36,6 +36,9 @@ class Statistics:
     minimum: float = math.inf  # of the finite elements; inf and -inf if there is none
     maximum: float = -math.inf
     sum_of_squares: float = 0.0
+    # The largest finite magnitude by the index in the first dimension, where each is stored separately:
+    # Megatron-Core stacks a parameter's layers.
+    layers: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, seen: "_C.TensorStats", first_bad: tuple[int, ...] | None) -> "Statistics":
@@ -120,14 +123,16 @@ class TensorReport:
 class Finding:
     """``kind``: "nonfinite"; "near_limit" (within a factor of 2 of the dtype's largest number); "outlier" (far
     beyond the tensors of the same name in other layers); "grew" (far beyond its value in the checkpoint before).
-    ``reference``: that largest number, the others' median, the value before."""
+    ``reference``: that largest number, the others' median, the value before. ``layer``: index in the first
+    dimension of a tensor that has several layers."""
 
     kind: str
     tensor: TensorReport
     reference: float | None = None
+    layer: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "reference": self.reference, **self.tensor.to_json()}
+        return {"kind": self.kind, "reference": self.reference, "layer": self.layer, **self.tensor.to_json()}
 
 
 @dataclass(frozen=True, slots=True)

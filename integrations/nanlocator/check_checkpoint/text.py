@@ -120,7 +120,8 @@ def _words(finding: Finding) -> str:
         return f"up to {s.absmax:.4g}: the next doubling is Inf ({finding.tensor.dtype} ends at {finding.reference:.4g})"
     if finding.kind == "grew":
         return f"up to {s.absmax:.4g}, from {finding.reference:.4g} in the checkpoint before"
-    return f"up to {s.absmax:.4g}, where this tensor of other layers has {finding.reference:.3g} (median)"
+    layer = "" if finding.layer is None else f"in layer {finding.layer} "
+    return f"{layer}up to {s.absmax:.4g}, where this tensor of other layers has {finding.reference:.3g} (median)"
 
 
 def _magnitude(largest: Largest) -> str:

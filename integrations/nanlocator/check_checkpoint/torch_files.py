@@ -25,6 +25,7 @@ __all__ = ["Number", "looks_like_one", "saved_object", "stored_tensors", "walk"]
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _DEEPEST_FILES = 3  # bytes in a pickle that are such a file themselves: TransformerEngine's extra state
+_MOST_FILES = 10_000  # of that kind, in one
 _MOST_DIMENSIONS = 64
 _LONGEST_NAME = 1024
 _STORAGES = {
@@ -178,6 +179,7 @@ def walk(
 ) -> Iterator[StoredTensor | Number]:
     """The tensors in ``content``, in its order, under names such as "model.layers.0.weight"."""
     seen: set[int] = set()
+    files = 0
     waiting: list[tuple[Any, str, Role | None, int]] = [(content, prefix, role, 0)]
     while waiting:
         keep_on()
@@ -186,8 +188,11 @@ def walk(
             if role is Role.OPTIMIZER:
                 yield Number(path, value)
             continue
-        if isinstance(value, (bytes, bytearray)):
-            if value[:4] == archives.MAGIC and depth < _DEEPEST_FILES:
+        if isinstance(value, Call) and value.function == Named("_codecs", "encode"):
+            value = _encoded(value)
+        if isinstance(value, bytes):
+            if value[:4] == archives.MAGIC and depth < _DEEPEST_FILES and files < _MOST_FILES:
+                files += 1
                 yield from _file_in_file(bytes(value), place.source.label, role, path, keep_on, depth)
             continue
         if isinstance(value, Call) and (tensor := _tensor_in(value, path, role or Role.WEIGHTS, place)):
@@ -204,6 +209,14 @@ def walk(
             if not isinstance(each, _PLAIN) and each is not None
         ]
         waiting.extend(reversed(inner))
+
+
+def _encoded(call: Call) -> Any:
+    """Bytes, as protocol 2 writes them."""
+    match call.arguments:
+        case (str() as text, "latin1" | "latin-1") if text.startswith(archives.MAGIC.decode("latin1")):
+            return text.encode("latin1", "replace")
+    return call.arguments
 
 
 def _below(path: str, key: Any) -> str:
@@ -261,8 +274,6 @@ def _tensor_in(call: Call, path: str, role: Role, place: Any) -> StoredTensor | 
         elif name == "torch._utils._rebuild_meta_tensor_no_storage":
             tensor.dtype, tensor.shape = arguments[0].name, _shape(arguments[1])
             tensor.unread = "saved on the meta device: it has no values"
-        elif name == "torch.storage._load_from_bytes":
-            tensor.unread = "a tensor that was pickled without torch.save"
         elif _is_array(call, name):
             if role is Role.OTHER:
                 return None
@@ -294,6 +305,8 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _fill(tensor: StoredTensor, storage: Any, view: tuple[Any, ...], dtype: str | None, place: Any) -> None:
+    if isinstance(storage, Call) and str(storage.function) == "torch.storage._load_from_bytes":
+        raise UnreadError("a tensor that was pickled without torch.save")
     if not isinstance(storage, _Storage):
         raise UnreadError("its storage is of an unknown kind")
     first, sizes, strides = view
