@@ -50,7 +50,8 @@ class _Folder:
     def file(self, name: Any) -> File:
         """A file of the folder itself: .metadata chooses the name."""
         if not isinstance(name, str) or name != Path(name).name or name in ("", "..", "."):
-            raise UnreadError(f"{METADATA} names a file outside of its folder: {str(name)[:200]}")
+            shown = name[:200] if isinstance(name, str) else type(name).__name__
+            raise UnreadError(f"{METADATA} names a file outside of its folder: {shown}")
         if name not in self._files:
             try:
                 self._files[name] = File(self.path / name, f"{self.label}{name}")
@@ -82,10 +83,14 @@ def stored_tensors(
         places: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
         for key, info in stored.items():
             index = _fields(key, "MetadataIndex")
-            offset = index.get("offset")
-            places[index["fqn"], None if offset is None else _numbers(offset)] = _fields(info, "_StorageInfo")
+            name, offset = index["fqn"], index.get("offset")
+            if not isinstance(name, str):  # hashing anything else might take any time
+                raise UnreadError(f"{METADATA} has a tensor without a name")
+            places[name, None if offset is None else _numbers(offset)] = _fields(info, "_StorageInfo")
         for name, entry in entries.items():
             keep_on()
+            if not isinstance(name, str):
+                raise UnreadError(f"{METADATA} has a tensor without a name")
             if isinstance(entry, Call) and isinstance(entry.function, Named) and (
                 entry.function.name == "BytesStorageMetadata"
             ):
@@ -102,7 +107,7 @@ def _region(folder: _Folder, info: dict[str, Any] | None) -> tuple[File, int, in
     if info is None:
         raise UnreadError(f"{METADATA} does not say where it is")
     if info.get("transform_descriptors"):
-        raise UnreadError(f"it is transformed by {str(info['transform_descriptors'])[:100]}, such as compressed")
+        raise UnreadError("it is stored transformed, such as compressed")
     file = folder.file(info["relative_path"])
     offset, length = _numbers((info["offset"], info["length"]))
     try:

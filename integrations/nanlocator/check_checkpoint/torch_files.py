@@ -305,7 +305,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _fill(tensor: StoredTensor, storage: Any, view: tuple[Any, ...], dtype: str | None, place: Any) -> None:
-    if isinstance(storage, Call) and str(storage.function) == "torch.storage._load_from_bytes":
+    if isinstance(storage, Call) and storage.function == Named("torch.storage", "_load_from_bytes"):
         raise UnreadError("a tensor that was pickled without torch.save")
     if not isinstance(storage, _Storage):
         raise UnreadError("its storage is of an unknown kind")
