@@ -76,7 +76,10 @@ def test_json_has_what_the_text_says(checkpoints, capsys):
 
 @pytest.mark.skipif(not COMMAND.is_file(), reason="needs the command")
 def test_the_command_and_the_module_are_one_program(checkpoints):
-    text = [run(checkpoints, command=command).stdout for command in [(COMMAND, "check-checkpoint"), (sys.executable, "-m", "nanlocator.check_checkpoint")]]
+    text = [
+        run(checkpoints, command=command).stdout
+        for command in [(COMMAND, "check-checkpoint"), (sys.executable, "-m", "nanlocator.check_checkpoint")]
+    ]
     assert "do not load it" in text[0]
     assert [line for line in text[0].splitlines() if "  read " not in line] == [
         line for line in text[1].splitlines() if "  read " not in line
@@ -129,7 +132,9 @@ def test_when_the_time_is_up_what_is_known_is_returned(tmp_path, monkeypatch):
     """A file system that no longer answers: the optimizer's file does not come."""
     weights = {"a": torch.tensor([math.nan]), "b": torch.ones(3)}
     torch.save({"model": weights}, tmp_path / "model.pt")
-    torch.save({"state": {0: {"exp_avg": torch.ones(3_000_000)}}, "param_groups": []}, tmp_path / "optimizer.pt")
+    torch.save(
+        {"state": {0: {"exp_avg": torch.ones(3_000_000)}}, "param_groups": []}, tmp_path / "optimizer.pt"
+    )
     slowly(monkeypatch, lambda label, length: 30 if label == "optimizer.pt" and length > 1 << 20 else 0)
     began = time.monotonic()
     report = check_checkpoint(tmp_path, deadline_s=2)
@@ -151,7 +156,9 @@ def test_a_file_system_that_never_answers_costs_no_more_than_the_deadline(tmp_pa
     report = check_checkpoint(tmp_path / "a.pt", deadline_s=0.5)
     assert time.monotonic() - began < 3
     assert report.exit_code == 3 and report.checkpoints[0].contents["weights"] == "unknown"
-    assert not any(thread.name.startswith("nanlocator") and not thread.daemon for thread in threading.enumerate())
+    assert not any(
+        thread.name.startswith("nanlocator") and not thread.daemon for thread in threading.enumerate()
+    )
 
 
 def test_an_error_of_the_file_system_leaves_only_its_tensors_unread(tmp_path, monkeypatch):

@@ -147,7 +147,10 @@ def test_tensors_inside_of_objects_are_found_and_nothing_of_the_objects_is_run(t
     holder = torch.nn.Linear(2, 2)
     holder.weight.data[1, 0] = math.nan
     holder.note = torch.optim.SGD
-    torch.save({"whole": holder, "sparse": torch.eye(3).mul(math.inf).nan_to_num(0, math.inf).to_sparse()}, tmp_path / "a.pt")
+    torch.save(
+        {"whole": holder, "sparse": torch.eye(3).mul(math.inf).nan_to_num(0, math.inf).to_sparse()},
+        tmp_path / "a.pt",
+    )
     names = {name for _, name, _ in found(tmp_path / "a.pt")}
     assert names == {"whole._parameters.weight", "sparse.1.1"}
 
@@ -171,7 +174,10 @@ def test_a_learning_rate_of_nan_is_of_the_optimizer(tmp_path):
 
 def test_what_is_neither_weight_nor_optimizer_is_a_note(tmp_path):
     """Lightning's EarlyStopping begins with a best score of Inf."""
-    state = {"state_dict": {"w": torch.ones(3)}, "callbacks": {"EarlyStopping": {"best_score": torch.tensor(math.inf)}}}
+    state = {
+        "state_dict": {"w": torch.ones(3)},
+        "callbacks": {"EarlyStopping": {"best_score": torch.tensor(math.inf)}},
+    }
     torch.save(state, tmp_path / "a.ckpt")
     (checkpoint,) = check_checkpoint(tmp_path / "a.ckpt").checkpoints
     assert checkpoint.is_safe and "best_score" in checkpoint.notes[0]
@@ -180,7 +186,9 @@ def test_what_is_neither_weight_nor_optimizer_is_a_note(tmp_path):
 def test_master_weights_are_weights(tmp_path):
     """They overwrite the model's in the next step."""
     bad = torch.tensor([1.0, math.nan])
-    torch.save({"optimizer": {"fp32_from_fp16_params": [[bad]], "optimizer": {"state": {}}}}, tmp_path / "a.pt")
+    torch.save(
+        {"optimizer": {"fp32_from_fp16_params": [[bad]], "optimizer": {"state": {}}}}, tmp_path / "a.pt"
+    )
     assert contents(tmp_path / "a.pt") == ("bad", "none")
 
 

@@ -35,11 +35,18 @@ FAMILIES = {
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_SMALL)),
     "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(head_dim=8, **_SMALL)),
     "gpt_neox": lambda: transformers.GPTNeoXForCausalLM(
-        transformers.GPTNeoXConfig(**{key: value for key, value in _SMALL.items() if key != "num_key_value_heads"})
+        transformers.GPTNeoXConfig(
+            **{key: value for key, value in _SMALL.items() if key != "num_key_value_heads"}
+        )
     ),
     "opt": lambda: transformers.OPTForCausalLM(
         transformers.OPTConfig(
-            vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=4, num_attention_heads=4, word_embed_proj_dim=32
+            vocab_size=64,
+            hidden_size=32,
+            ffn_dim=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            word_embed_proj_dim=32,
         )
     ),
     "mamba": lambda: transformers.MambaForCausalLM(
@@ -47,17 +54,29 @@ FAMILIES = {
     ),
     "vit": lambda: transformers.ViTForImageClassification(
         transformers.ViTConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, image_size=16, patch_size=8
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            image_size=16,
+            patch_size=8,
         )
     ),
     "wav2vec2": lambda: transformers.Wav2Vec2ForCTC(
         transformers.Wav2Vec2Config(
-            vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-            conv_dim=(16, 16), conv_stride=(4, 2), conv_kernel=(8, 4), num_conv_pos_embeddings=8,
+            vocab_size=16,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            conv_dim=(16, 16),
+            conv_stride=(4, 2),
+            conv_kernel=(8, 4),
+            num_conv_pos_embeddings=8,
             num_conv_pos_embedding_groups=2,
         )
     ),
-}  # fmt: skip
+}
 OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters),
     "AMSGrad": lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
@@ -97,8 +116,14 @@ def test_an_optimizers_states_raise_nothing(tmp_path, name):
         optimizer.step(closure)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)  # its best begins at Inf
     scaler = torch.amp.GradScaler("cpu")
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": schedule.state_dict()}
-    torch.save({**state, "scaler": scaler.state_dict(), "rng_state": torch.get_rng_state()}, tmp_path / "a.pt")
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": schedule.state_dict(),
+    }
+    torch.save(
+        {**state, "scaler": scaler.state_dict(), "rng_state": torch.get_rng_state()}, tmp_path / "a.pt"
+    )
     assert found(tmp_path / "a.pt") == set()
     assert contents(tmp_path / "a.pt") == ("finite", "finite")
 
@@ -136,14 +161,22 @@ def test_what_is_not_a_mask_is_a_finding(tmp_path, values):
 
 
 def test_a_mask_among_the_moments_is_none(tmp_path):
-    torch.save({"optimizer": {"state": {0: {"exp_avg": torch.tensor([0.0, -math.inf])}}, "param_groups": []}}, tmp_path / "a.pt")
+    torch.save(
+        {"optimizer": {"state": {0: {"exp_avg": torch.tensor([0.0, -math.inf])}}, "param_groups": []}},
+        tmp_path / "a.pt",
+    )
     assert contents(tmp_path / "a.pt") == ("none", "bad")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_a_number_within_a_factor_of_two_of_the_types_largest_is_a_finding(tmp_path, dtype):
     largest = torch.finfo(dtype).max
-    for value, is_found in ((largest * 0.6, True), (-largest * 0.6, True), (largest * 0.4, False), (largest, True)):
+    for value, is_found in (
+        (largest * 0.6, True),
+        (-largest * 0.6, True),
+        (largest * 0.4, False),
+        (largest, True),
+    ):
         save_file({"w": torch.tensor([0.1, value, 1.0]).to(dtype)}, tmp_path / "a.safetensors")
         kinds = [kind for kind, _, _ in found(tmp_path / "a.safetensors")]
         assert kinds == (["near_limit"] if is_found else []), value
@@ -178,6 +211,13 @@ def test_a_weight_far_beyond_its_namesakes_is_a_finding(tmp_path, largest, outli
         weights = {name: torch.full((4,), value) for name, value in zip(weights, largest, strict=True)}
     save_file(weights, tmp_path / "a.safetensors")
     assert found(tmp_path / "a.safetensors") == {("outlier", f"layers.{n}.w", None) for n in outliers}
+
+
+def test_tensors_whose_names_end_in_numbers_are_no_namesakes(tmp_path):
+    weights = {f"mlp.{name}.weight": torch.full((4,), value) for name, value in
+               [("fc1", 0.01), ("fc2", 0.01), ("fc3", 0.01), ("fc4", 1e6)]}  # fmt: skip
+    save_file(weights, tmp_path / "a.safetensors")
+    assert found(tmp_path / "a.safetensors") == set()
 
 
 def test_moments_of_layers_may_differ_by_orders_of_magnitude(tmp_path):

@@ -1,5 +1,6 @@
-"""Is this checkpoint safe to load? ``nanlocator check-checkpoint PATH``, ``python -m nanlocator.check_checkpoint``,
-and `nanlocator.check_checkpoint`, which is the function. docs/check-checkpoint.md has formats and rules."""
+"""Is this checkpoint safe to load? ``nanlocator check-checkpoint PATH``, ``python -m
+nanlocator.check_checkpoint``, and `nanlocator.check_checkpoint`, which is the function.
+docs/check-checkpoint.md has formats and rules."""
 
 from nanlocator.check_checkpoint.check import BEFORE, Progress, check_checkpoint
 from nanlocator.check_checkpoint.report import (

@@ -28,7 +28,9 @@ class Record:
     def begin(self, source: Source) -> int:
         """Byte of its content."""
         if not self.is_stored:
-            raise UnreadError(f"the record {self.name} is compressed or encrypted, which torch.save does not do")
+            raise UnreadError(
+                f"the record {self.name} is compressed or encrypted, which torch.save does not do"
+            )
         local = source.read(self.header, 30)
         if local[:4] != MAGIC:
             raise UnreadError(f"no record of a zip archive at byte {self.header}: damaged")
@@ -60,7 +62,9 @@ def read_directory(source: Source, begin: int, end: int) -> dict[str, Record]:
             raise UnreadError(f"the archive's directory is damaged at byte {position}")
         count, size, offset = struct.unpack_from("<QQQ", end64, 32)
     if size > _MOST_DIRECTORY or begin + offset + size > end:
-        raise UnreadError(f"the archive's directory would have {size} bytes at byte {begin + offset}: damaged")
+        raise UnreadError(
+            f"the archive's directory would have {size} bytes at byte {begin + offset}: damaged"
+        )
     records = _entries(source.read(begin + offset, size), begin, count)
     _refuse_overlaps(records, begin + offset)
     return records
@@ -107,4 +111,6 @@ def _refuse_overlaps(records: dict[str, Record], directory: int) -> None:
     for number, record in enumerate(in_order):
         following = in_order[number + 1].header if number + 1 < len(in_order) else directory
         if record.header + 30 + len(record.name) + record.size > following:
-            raise UnreadError(f"the record {record.name} at byte {record.header} overlaps what follows it: damaged")
+            raise UnreadError(
+                f"the record {record.name} at byte {record.header} overlaps what follows it: damaged"
+            )

@@ -1,6 +1,8 @@
-"""The check of a path: finds the checkpoint, reads its tensors, judges them, compares them with those before."""
+"""The check of a path: finds the checkpoint, reads its tensors, judges them, compares them with those
+before."""
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -55,16 +57,16 @@ def check_checkpoint(
     on_progress: Callable[[Progress], None] | None = None,
     maps_files: bool = False,
 ) -> Report:
-    """Reads a checkpoint and says which of its tensors hold NaN, Inf or absurd magnitudes. Executes nothing that
-    is in it, reads it in blocks of 4 MiB, and needs no device.
+    """Reads a checkpoint and says which of its tensors hold NaN, Inf or absurd magnitudes. Executes nothing
+    that is in it, reads it in blocks of 4 MiB, and needs no device.
 
     ``path``: a file, a checkpoint's folder, or a run's folder. Of the latter ``which="resume"`` checks the
     checkpoint that a resume would load, ``which="all"`` all of them. ``parameters``: globs of names
-    ("*layers.3.*") whose tensors are `is_selected`; integers among them are read, too. ``compare``: a checkpoint
-    whose magnitudes are compared; None: none. ``deadline_s``: return after this many seconds with what is known
-    by then, even if the file system does not answer (the thread that waits for it is left behind).
-    ``on_progress`` is called between two blocks, by a thread that scans. ``maps_files`` spares a copy, but an
-    error of the file system ends the process (SIGBUS).
+    ("*layers.3.*") whose tensors are `is_selected`; integers among them are read, too. ``compare``: a
+    checkpoint whose magnitudes are compared; None: none. ``deadline_s``: return after this many seconds
+    with what is known by then, even if the file system does not answer (the thread that waits for it is
+    left behind). ``on_progress`` is called between two blocks, by a thread that scans. ``maps_files``
+    spares a copy, but an error of the file system ends the process (SIGBUS).
 
     Raises UsageError for wrong arguments. What cannot be read is in the report, not raised.
 
@@ -77,7 +79,13 @@ def check_checkpoint(
     if deadline_s is not None and not deadline_s >= 0:
         raise UsageError(f"deadline_s is {deadline_s}: expected seconds")
     check = _Check(
-        Path(path), which, tuple(parameters), compare, on_progress, is_timed=deadline_s is not None, maps_files=maps_files
+        Path(path),
+        which,
+        tuple(parameters),
+        compare,
+        on_progress,
+        is_timed=deadline_s is not None,
+        maps_files=maps_files,
     )
     if deadline_s is None:
         check.run()
@@ -174,7 +182,7 @@ class _Check:
             why = run.why if candidate.path == chosen.path else ""
             checked.append(self._check(candidate.path, candidate.iteration, why, run.notes if why else []))
         if self._compare == BEFORE:
-            for (report, tensors), (previous, before) in zip(checked, checked[1:], strict=False):
+            for (report, tensors), (previous, before) in itertools.pairwise(checked):
                 self._compare_with(report, tensors, previous.path, before)
 
     def _check(
@@ -208,7 +216,8 @@ class _Check:
 
     def _row(self, tensor: StoredTensor) -> TensorReport:
         is_selected = any(
-            fnmatchcase(tensor.name, glob) or fnmatchcase(tensor.name, f"*.{glob}") for glob in self._parameters
+            fnmatchcase(tensor.name, glob) or fnmatchcase(tensor.name, f"*.{glob}")
+            for glob in self._parameters
         )
         return TensorReport(
             tensor.name,
@@ -290,7 +299,8 @@ class _Check:
 
 
 def _bad_numbers(found: layouts.Contents) -> Iterator[Finding]:
-    """A learning rate of Inf, or anything of NaN, among an optimizer's settings. Other settings may be Inf."""
+    """A learning rate of Inf, or anything of NaN, among an optimizer's settings. Other settings may be
+    Inf."""
     for file, number in found.numbers:
         is_nan = number.value != number.value
         if is_nan or (number.name.endswith(".lr") and abs(number.value) == float("inf")):
@@ -309,7 +319,9 @@ def _conclude(report: CheckpointReport) -> None:
             report.unread.append(Unread(row.name, f"{row.file}: {row.unread}", row.role))
     for row in report.tensors:
         if row.role == Role.OTHER.value and row.statistics is not None and row.statistics.nonfinite:
-            report.notes.append(f"{row.name} in {row.file} holds NaN or Inf: neither a weight nor of the optimizer")
+            report.notes.append(
+                f"{row.name} in {row.file} holds NaN or Inf: neither a weight nor of the optimizer"
+            )
         if judging.is_mask(row):
             report.notes.append(f"{row.name} in {row.file} is a mask of -Inf")
     report.largest = _largest(report.path, report.tensors)
@@ -321,7 +333,9 @@ def _set_contents(report: CheckpointReport) -> None:
         kinds = {each.kind for each in report.findings if each.tensor.role == role}
         is_unknown = any(each.role in ("", role) for each in report.unread)
         if not report.complete:
-            is_unknown = is_unknown or not report.tensors or any(_is_not_read(row, role) for row in report.tensors)
+            is_unknown = (
+                is_unknown or not report.tensors or any(_is_not_read(row, role) for row in report.tensors)
+            )
         if "nonfinite" in kinds:
             content = Content.BAD
         elif is_unknown:
@@ -335,7 +349,9 @@ def _set_contents(report: CheckpointReport) -> None:
 
 
 def _is_not_read(row: TensorReport, role: str) -> bool:
-    return row.role == role and row.statistics is None and row.dtype.startswith(("float", "bfloat", "complex"))
+    return (
+        row.role == role and row.statistics is None and row.dtype.startswith(("float", "bfloat", "complex"))
+    )
 
 
 def _largest(path: str, rows: list[TensorReport]) -> Largest | None:

@@ -1,5 +1,5 @@
-"""The tensors of a folder that torch.distributed.checkpoint wrote: .metadata, and the ranks' files. Megatron-Core's
-format torch_dist is the same.
+"""The tensors of a folder that torch.distributed.checkpoint wrote: .metadata, and the ranks' files.
+Megatron-Core's format torch_dist is the same.
 
 .metadata is a pickle of the classes in torch/distributed/checkpoint/metadata.py and filesystem.py. It is read
 without executing it (pickles.py), and only these classes are understood: anything else is an error that names
@@ -26,7 +26,9 @@ def _fields(value: Any, name: str) -> dict[str, Any]:
     function = value.function if isinstance(value, Call) else None
     if not isinstance(function, Named) or not function.module.startswith(_PACKAGE) or function.name != name:
         found = function if isinstance(function, Named) else type(value).__name__
-        raise UnreadError(f"{METADATA} has {found} where {name} is expected: of an unknown version, or damaged")
+        raise UnreadError(
+            f"{METADATA} has {found} where {name} is expected: of an unknown version, or damaged"
+        )
     if value.state is None:
         return {}
     if not isinstance(value.state, dict):
@@ -71,12 +73,14 @@ class _Folder:
 def stored_tensors(
     path: Path, label: str, role: Role | None, keep_on: Time
 ) -> Iterator[StoredTensor | torch_files.Number]:
-    """Everything that .metadata of the folder ``path`` lists. ``label``: what precedes its files' names. Raises
-    UnreadError if .metadata cannot be read."""
+    """Everything that .metadata of the folder ``path`` lists. ``label``: what precedes its files' names.
+    Raises UnreadError if .metadata cannot be read."""
     folder = _Folder(path, label)
     source = folder.file(METADATA)
     try:
-        fields = _fields(Reader(source, 0, source.size, lambda each: Call(None, (each,)), keep_on).next(), "Metadata")
+        fields = _fields(
+            Reader(source, 0, source.size, lambda each: Call(None, (each,)), keep_on).next(), "Metadata"
+        )
         entries, stored = fields.get("state_dict_metadata"), fields.get("storage_data")
         if not isinstance(entries, dict) or not isinstance(stored, dict):
             raise UnreadError(f"{METADATA} lists no tensors and their files: of another storage, or damaged")
@@ -91,8 +95,10 @@ def stored_tensors(
             keep_on()
             if not isinstance(name, str):
                 raise UnreadError(f"{METADATA} has a tensor without a name")
-            if isinstance(entry, Call) and isinstance(entry.function, Named) and (
-                entry.function.name == "BytesStorageMetadata"
+            if (
+                isinstance(entry, Call)
+                and isinstance(entry.function, Named)
+                and (entry.function.name == "BytesStorageMetadata")
             ):
                 yield from _object(folder, name, places.get((name, None)), role, keep_on)
             else:
@@ -130,11 +136,17 @@ def _object(
 
 
 def _tensor(
-    folder: _Folder, name: str, entry: dict[str, Any], places: dict[Any, dict[str, Any]], role: Role | None, keep_on: Time
+    folder: _Folder,
+    name: str,
+    entry: dict[str, Any],
+    places: dict[Any, dict[str, Any]],
+    role: Role | None,
+    keep_on: Time,
 ) -> StoredTensor:
     shape = _numbers(entry["size"])
     tensor = StoredTensor(name, role or role_of_path(name), "?", shape, folder.label + METADATA)
-    problems, files = [], {}
+    problems: list[str] = []
+    files: dict[str, None] = {}
     for chunk in entry["chunks"]:
         keep_on()
         fields = _fields(chunk, "ChunkStorageMetadata")

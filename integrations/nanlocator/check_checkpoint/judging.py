@@ -1,15 +1,17 @@
 """Which statistics are findings. Each rule says why it fires, and what keeps it from healthy checkpoints.
 
-- NaN or Inf in weights or an optimizer's state. Not the -Inf of a mask: zeros and -Inf alone, or -Inf alone under
-  a mask's name. What is neither (a callback's best score begins at Inf) is a note.
-- A magnitude within a factor of two of the dtype's largest number: the next doubling is Inf. Not of 8-bit types,
-  which are scaled to their whole range; and not the number itself as a mask's filler (torch.finfo(dtype).min).
-- A weight whose largest magnitude is 1e4 times the median of its namesakes in other layers, and above 100. Trained
-  weights of one name differ by a factor of ten or so, biases that have barely moved from zero by more: hence the
-  second bound. A flipped upper bit of the exponent multiplies by 2^32 or more. Optimizer states have no such rule:
-  gradients of healthy layers do differ by orders of magnitude, and their squares by twice as many.
-- A weight that has grown a hundredfold since the checkpoint before, and is above 10: training at usual rates does
-  not do that between two checkpoints, a zero-initialised weight may, below that bound.
+- NaN or Inf in weights or an optimizer's state. Not the -Inf of a mask: zeros and -Inf alone, or -Inf alone
+  under a mask's name. What is neither (a callback's best score begins at Inf) is a note.
+- A magnitude within a factor of two of the dtype's largest number: the next doubling is Inf. Not of 8-bit
+  types, which are scaled to their whole range; and not the number itself as a mask's filler
+  (torch.finfo(dtype).min).
+- A weight whose largest magnitude is 1e4 times the median of its namesakes in other layers, and above 100.
+  Trained weights of one name differ by a factor of ten or so, biases that have barely moved from zero by
+  more: hence the second bound. A flipped upper bit of the exponent multiplies by 2^32 or more. Optimizer
+  states have no such rule: gradients of healthy layers do differ by orders of magnitude, and their squares
+  by twice as many.
+- A weight that has grown a hundredfold since the checkpoint before, and is above 10: training at usual
+  rates does not do that between two checkpoints, a zero-initialised weight may, below that bound.
 """
 
 import re
@@ -29,7 +31,7 @@ _OUTLIER, _OUTLIER_AT_LEAST = 1e4, 100.0
 _FEWEST_NAMESAKES = 3
 _GROWTH, _GROWN_AT_LEAST = 100.0, 10.0
 _STACKED = re.compile(r"(^|\.)layers\.")  # without a number: Megatron-Core's stacked layers
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")  # of a layer or an expert; not that of linear_fc1
 _MASK = re.compile(r"mask|alibi|(?:^|[._])(?:attn|attention)_bias$", re.IGNORECASE)
 _EIGHT_BITS = "float8"
 
@@ -45,7 +47,9 @@ def is_mask(tensor: TensorReport) -> bool:
 def find(tensors: Iterable[TensorReport]) -> list[Finding]:
     """The worst first: NaN and Inf, then numbers near the limit, then outliers."""
     read = [
-        each for each in tensors if each.statistics is not None and each.role != Role.OTHER.value and _floats(each)
+        each
+        for each in tensors
+        if each.statistics is not None and each.role != Role.OTHER.value and _floats(each)
     ]
     bad = [Finding("nonfinite", each) for each in read if _nonfinite(each) and not is_mask(each)]
     near = [Finding("near_limit", each, limit) for each in read if (limit := _limit_nearby(each)) is not None]

@@ -19,7 +19,9 @@ _LATEST = "latest"  # DeepSpeed's
 _NUMBERED = re.compile(r"(iter_|checkpoint[-_]|global_step|step[-_]?|epoch[-_]?)(\d+)")
 _READ = re.compile(r".*\.(safetensors|pt|pth|bin|ckpt|pkl|pt\.tar|pth\.tar)", re.IGNORECASE)
 # Files of weights that are not read. Others (configurations, tokenizers) hold none.
-_KNOWN_UNREAD = re.compile(r".*\.(gguf|ggml|h5|hdf5|msgpack|npz|npy|onnx|zarr|nemo|orbax|tar|distcp)|\.zarray", re.IGNORECASE)
+_KNOWN_UNREAD = re.compile(
+    r".*\.(gguf|ggml|h5|hdf5|msgpack|npz|npy|onnx|zarr|nemo|orbax|tar|distcp)|\.zarray", re.IGNORECASE
+)
 _NO_WEIGHTS = re.compile(r"(tokenizer|sentencepiece|spm|vocab|spiece).*|.*\.json", re.IGNORECASE)
 _DEEPEST, _MOST_FILES = 8, 200_000
 _LONGEST_TEXT = 4096
@@ -163,7 +165,7 @@ def _beside(path: Path) -> list[str]:
     return [f"{own[0]}{more} beside the checkpoints: not checked (give its path)"]
 
 
-# --- one checkpoint ------------------------------------------------------------------------------------------
+# --- one checkpoint -------------------------------------------------------------------------------
 
 
 def contents(path: Path, keep_on: Time) -> Contents:
@@ -188,7 +190,9 @@ def contents(path: Path, keep_on: Time) -> Contents:
             _read_file(each, label, found, keep_on)
     _check_indexes(path, found)
     if not found.tensors and not found.unread:
-        what = f"the {found.files} files that were read hold no tensors" if found.files else "no file of tensors"
+        what = (
+            f"the {found.files} files that were read hold no tensors" if found.files else "no file of tensors"
+        )
         raise UnreadError(f"{what}: this is no checkpoint, or its save did not finish")
     return found
 
@@ -250,7 +254,9 @@ def _files_of(folder: Path, found: Contents) -> Iterator[Path]:
             seen.add((status.st_dev, status.st_ino))
             names = sorted(os.listdir(current))
         except OSError as error:
-            found.unread.append(Unread(str(current.relative_to(folder)), f"cannot be listed: {error.strerror}"))
+            found.unread.append(
+                Unread(str(current.relative_to(folder)), f"cannot be listed: {error.strerror}")
+            )
             continue
         is_distributed = distributed.METADATA in names
         if is_distributed:
@@ -290,7 +296,9 @@ def _check_indexes(folder: Path, found: Contents) -> None:
         with _Noting(found, label):
             source = File(index, label)
             try:
-                weights = json.loads(source.read(0, source.size if source.size < 1 << 28 else 0))["weight_map"]
+                weights = json.loads(source.read(0, source.size if source.size < 1 << 28 else 0))[
+                    "weight_map"
+                ]
                 pairs = [(str(name), str(file)) for name, file in weights.items()]
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UnreadError("no valid index of safetensors or torch.save files") from error
@@ -298,12 +306,16 @@ def _check_indexes(folder: Path, found: Contents) -> None:
                 source.close()
             there = {(each.name, each.file) for each in found.tensors}
             unread = {each.what for each in found.unread}
-            missing = [(name, file) for name, file in pairs if (name, file) not in there and file not in unread]
+            missing = [
+                (name, file) for name, file in pairs if (name, file) not in there and file not in unread
+            ]
             for file in sorted({file for _, file in missing}):
                 names = [name for name, of in missing if of == file]
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                 where = "is not there" if not (folder / file).exists() else "does not have it"
-                found.unread.append(Unread(f"{names[0]}{more}", f"{label} says it is in {file}, which {where}"))
+                found.unread.append(
+                    Unread(f"{names[0]}{more}", f"{label} says it is in {file}, which {where}")
+                )
 
 
 def _layout_of(path: Path) -> str:
@@ -313,7 +325,11 @@ def _layout_of(path: Path) -> str:
         return {".safetensors": "safetensors", ".ckpt": "torch.save, Lightning"}.get(suffix, "torch.save")
     names = set(os.listdir(path))
     if distributed.METADATA in names:
-        return "Megatron-Core torch_dist" if {"common.pt", "metadata.json"} <= names else "torch.distributed.checkpoint"
+        return (
+            "Megatron-Core torch_dist"
+            if {"common.pt", "metadata.json"} <= names
+            else "torch.distributed.checkpoint"
+        )
     if any(name.startswith("mp_rank_") and (path / name).is_dir() for name in names):
         return "Megatron legacy"
     if any(name.endswith("_states.pt") for name in names):

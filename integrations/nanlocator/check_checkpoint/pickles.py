@@ -141,7 +141,9 @@ class Reader:
             if key in _PASSED_ON and len(arguments) == 1 and isinstance(arguments[0], (tuple, list)):
                 return arguments[0]
             # OrderedDict(items) and the like keep their arguments as a Call.
-            if key in _EMPTY_CONTAINERS and not any(isinstance(each, (dict, list, tuple)) for each in arguments):
+            if key in _EMPTY_CONTAINERS and not any(
+                isinstance(each, (dict, list, tuple)) for each in arguments
+            ):
                 return _EMPTY_CONTAINERS[key]()
         return Call(function, arguments)
 
@@ -282,7 +284,9 @@ class Reader:
                 case b"\x8b":
                     length = self._number("<i", 4)
                     if not 0 <= length <= _MOST_DIGITS:
-                        raise UnreadError(f"no valid pickle: a number of {length} bytes at byte {self.offset}")
+                        raise UnreadError(
+                            f"no valid pickle: a number of {length} bytes at byte {self.offset}"
+                        )
                     stack.append(int.from_bytes(self._bytes(length), "little", signed=True))
                 case b"B" | b"T":
                     stack.append(self._sized("<I", 4))
@@ -335,6 +339,6 @@ class Reader:
                     return stack.pop()
                 case _:
                     raise UnreadError(
-                        f"no valid pickle: the byte 0x{code[0]:02x} at byte {self.offset - 1} is no operation "
-                        "that can be read without executing it"
+                        f"no valid pickle: 0x{code[0]:02x} at byte {self.offset - 1} is no operation that "
+                        "can be read without executing it"
                     )

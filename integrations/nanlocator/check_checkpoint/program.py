@@ -16,8 +16,8 @@ _FIRST_PROGRESS, _NEXT_PROGRESS = 1.0, 0.2  # seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 finite, 1 findings, 3 something could not be read. --help and wrong use (2) end
-    the program."""
+    """Returns the exit code: 0 finite, 1 findings, 3 something could not be read. --help and wrong use (2)
+    end the program."""
     options = _C.parse_check_checkpoint(sys.argv[1:] if arguments is None else arguments)
     if problem := _wrong_use(options.path, options.compare, is_alone=options.alone):
         print(f"nanlocator: {_C.printable(problem)}; see nanlocator check-checkpoint --help", file=sys.stderr)

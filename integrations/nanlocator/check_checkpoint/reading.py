@@ -4,8 +4,8 @@ In: tensors with the places of their elements. Out: the `Statistics` of each. Th
 blocks of at most `BLOCK` bytes, by `_THREADS` threads, each of which reads a block and scans it from the
 processor's cache: memory does not grow with the checkpoint.
 
-Files are read, or mapped, which spares a copy. A file system's error, or a file that somebody truncates, is then
-no error with its byte, but a SIGBUS: only the command, a process of its own, maps.
+Files are read, or mapped, which spares a copy. A file system's error, or a file that somebody truncates, is
+then no error with its byte, but a SIGBUS: only the command, a process of its own, maps.
 """
 
 import mmap
@@ -24,8 +24,8 @@ from nanlocator.check_checkpoint.stored import Part, StoredTensor, Time
 __all__ = ["BLOCK", "Plan", "can_be_bad"]
 
 BLOCK = 4 << 20  # bytes
-# Reading a block from the page cache takes about as long as scanning it: two threads are as fast as a mere read by
-# one. More would only help file systems that answer slowly.
+# Reading a block from the page cache takes about as long as scanning it: two threads are as fast as a mere
+# read by one. More would only help file systems that answer slowly.
 _THREADS = min(2, os.cpu_count() or 1)
 _LARGEST_GAP = 64 << 10  # bytes between two tensors that are read rather than skipped
 _MOST_READS = 8  # of a file's size; more are views of one memory that are larger than it together
@@ -100,10 +100,10 @@ class Plan:
         self._is_over = False
 
     def measure(self, take: Take, count: Callable[[int], None], keep_on: Time, *, maps_files: bool) -> None:
-        """Calls ``take`` with each tensor's statistics as soon as all of its parts were read; its ``unread`` is
-        set before if a part could not be. ``count`` receives the bytes of each block. Both are called by one of
-        the threads at a time. An error of ``keep_on``, which this thread calls, too, passes through: the tensors
-        that were not taken were not read."""
+        """Calls ``take`` with each tensor's statistics as soon as all of its parts were read; its
+        ``unread`` is set before if a part could not be. ``count`` receives the bytes of each block. Both
+        are called by one of the threads at a time. An error of ``keep_on``, which this thread calls, too,
+        passes through: the tensors that were not taken were not read."""
         for whole in self._empty:
             take(whole.tensor, whole.statistics)
         # Daemons: a read from a file system that does not answer may never return.
@@ -177,7 +177,9 @@ class Plan:
                 except UnreadError as error:
                     block.problem = f"{block.source.label} {error}"
                 # The scan needs aligned elements.
-                if maps_files and all(each.offset % each.of.part.dtype.itemsize == 0 for each in block.pieces):
+                if maps_files and all(
+                    each.offset % each.of.part.dtype.itemsize == 0 for each in block.pieces
+                ):
                     block.mapping = block.source.map()
             return block
 
@@ -287,8 +289,8 @@ def _view(piece: _Piece, buffer: mmap.mmap, offset: int) -> torch.Tensor:
 
 
 def _index(piece: _Piece, position: int) -> tuple[int, ...] | None:
-    """The index in the whole tensor of an element of the piece, counted in row-major order, or in the order of
-    memory if it is flat."""
+    """The index in the whole tensor of an element of the piece, counted in row-major order, or in the order
+    of memory if it is flat."""
     if position < 0:
         return None
     part = piece.of.part

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanlocator import _C
 
-__all__ = ["CheckpointReport", "Content", "Finding", "Largest", "Report", "Statistics", "TensorReport", "Unread"]
+__all__ = [
+    "CheckpointReport",
+    "Content",
+    "Finding",
+    "Largest",
+    "Report",
+    "Statistics",
+    "TensorReport",
+    "Unread",
+]
 
 VERSION = 1
 
@@ -121,10 +130,10 @@ class TensorReport:
 
 @dataclass(slots=True)
 class Finding:
-    """``kind``: "nonfinite"; "near_limit" (within a factor of 2 of the dtype's largest number); "outlier" (far
-    beyond the tensors of the same name in other layers); "grew" (far beyond its value in the checkpoint before).
-    ``reference``: that largest number, the others' median, the value before. ``layer``: index in the first
-    dimension of a tensor that has several layers."""
+    """``kind``: "nonfinite"; "near_limit" (within a factor of 2 of the dtype's largest number); "outlier"
+    (far beyond the tensors of the same name in other layers); "grew" (far beyond its value in the
+    checkpoint before). ``reference``: that largest number, the others' median, the value before. ``layer``:
+    index in the first dimension of a tensor that has several layers."""
 
     kind: str
     tensor: TensorReport
@@ -174,7 +183,8 @@ class CheckpointReport:
 
     @property
     def is_safe(self) -> bool | None:
-        """Whether all weights and the whole optimizer state are finite and of usual magnitude. None: unknown."""
+        """Whether all weights and the whole optimizer state are finite and of usual magnitude. None:
+        unknown."""
         if self.findings:
             return False
         return None if self.unread or not self.complete else True
@@ -203,8 +213,8 @@ class CheckpointReport:
 
 @dataclass(slots=True)
 class Report:
-    """``checkpoints``: those that were checked, in this order. ``others``: further checkpoints of the same run
-    that were not."""
+    """``checkpoints``: those that were checked, in this order. ``others``: further checkpoints of the same
+    run that were not."""
 
     path: str
     checkpoints: list[CheckpointReport] = field(default_factory=list)

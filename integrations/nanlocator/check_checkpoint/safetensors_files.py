@@ -1,7 +1,7 @@
 """The tensors of a safetensors file, by the rules of its format: 8 bytes of length, a JSON header, the data.
 
-The library's own checks (safetensors/src/tensor.rs) are made here, too, with the tensor's name: a file that it
-would refuse is not called readable.
+The library's own checks (safetensors/src/tensor.rs) are made here, too, with the tensor's name: a file that
+it would refuse is not called readable.
 """
 
 import json
@@ -43,7 +43,8 @@ def stored_tensors(source: Source, begin: int, end: int, role: Role | None) -> l
     (length,) = struct.unpack("<Q", source.read(begin, 8))
     if length > _LONGEST_HEADER or begin + 8 + length > end:
         raise UnreadError(
-            f"the header would have {length} bytes at byte {begin + 8}, of {end - begin}: truncated, or no safetensors"
+            f"the header would have {length} bytes at byte {begin + 8}, of {end - begin}: truncated, "
+            "or no safetensors"
         )
     header = _header(source.read(begin + 8, length), begin + 8)
     data = begin + 8 + length
@@ -95,7 +96,9 @@ def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     if any(type(each) is not int or not 0 <= each < 1 << 63 for each in numbers) or len(shape) > 64:
         raise UnreadError(f"the header's entry for {name} has no valid shape or offsets")
     if last - first != (math.prod(shape) * _DTYPES[kind][0] + 7) // 8:
-        raise UnreadError(f"{name}: {kind} {list(shape)} does not have the {last - first} bytes of its offsets")
+        raise UnreadError(
+            f"{name}: {kind} {list(shape)} does not have the {last - first} bytes of its offsets"
+        )
     return kind, shape, first, last
 
 
@@ -105,7 +108,11 @@ def _require_cover(ranges: list[tuple[int, int, str]], size: int) -> None:
     for first, last, name in sorted(ranges):
         if first != reached:
             what = "overlaps the tensor before it" if first < reached else "leaves a hole before it"
-            raise UnreadError(f"{name} at byte {first} of the data {what}: damaged, and safetensors refuses it")
+            raise UnreadError(
+                f"{name} at byte {first} of the data {what}: damaged, and safetensors refuses it"
+            )
         reached = last
     if reached < size:
-        raise UnreadError(f"{size - reached} bytes follow the last tensor: damaged, and safetensors refuses it")
+        raise UnreadError(
+            f"{size - reached} bytes follow the last tensor: damaged, and safetensors refuses it"
+        )

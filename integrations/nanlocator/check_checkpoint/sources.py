@@ -36,14 +36,15 @@ class Source:
     def require(self, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise UnreadError(
-                f"{length} bytes at byte {offset} are expected, but it has {self.size} bytes: truncated or damaged"
+                f"{length} bytes at byte {offset} are expected, but it has {self.size} bytes: truncated or "
+                "damaged"
             )
 
 
 class File(Source):
     """A regular file, opened at its first read. `close` lets it be opened again: a checkpoint may have more
-    files than a process may open. Devices, pipes and sockets are refused before anything is read. `open`, `map`
-    and `close` by one thread at a time; reads by any number."""
+    files than a process may open. Devices, pipes and sockets are refused before anything is read. `open`,
+    `map` and `close` by one thread at a time; reads by any number."""
 
     def __init__(self, path: Path, label: str) -> None:
         self.path, self.label = path, label
@@ -65,8 +66,8 @@ class File(Source):
         return self._descriptor
 
     def map(self) -> mmap.mmap | None:
-        """All of it in memory, read when it is looked at. An error of the file system, or a file that somebody
-        truncates meanwhile, is then a SIGBUS. None: it cannot be mapped, but perhaps be read."""
+        """All of it in memory, read when it is looked at. An error of the file system, or a file that
+        somebody truncates meanwhile, is then a SIGBUS. None: it cannot be mapped, but perhaps be read."""
         if self._mapping is None:
             flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
             with contextlib.suppress(OSError, ValueError, UnreadError):

@@ -109,7 +109,9 @@ _OTHER = re.compile(
     r"|(train_)?dataloaders?(_state)?|(\w+_)?sampler|ds_config|MixedPrecision\w*|trainer_state|content_metadata"
 )
 _OPTIMIZER_FILE = re.compile(r"optimizer.*|.*optim_states.*|distrib_optim.*|optim\.\w+", re.IGNORECASE)
-_OTHER_FILE = re.compile(r"(rng|random)_states?.*|.*scheduler.*|scaler\..*|training_args\..*|sampler.*|dl_state.*", re.IGNORECASE)
+_OTHER_FILE = re.compile(
+    r"(rng|random)_states?.*|.*scheduler.*|scaler\..*|training_args\..*|sampler.*|dl_state.*", re.IGNORECASE
+)
 _DEEP = 4  # a key below that is a parameter's or a module's name
 
 

@@ -98,7 +98,8 @@ def _verdict(report: CheckpointReport) -> str:
         return "not known to be safe: not all of it could be read"
     bad = [role for role, content in report.contents.items() if content is Content.BAD]
     if bad:
-        return f"do not load it: the {' and the '.join(bad)} hold{'' if bad != ['optimizer'] else 's'} NaN or Inf"
+        verb = "holds" if bad == ["optimizer"] else "hold"
+        return f"do not load it: the {' and the '.join(bad)} {verb} NaN or Inf"
     return "look before you load it: a magnitude is absurd"
 
 
@@ -117,11 +118,14 @@ def _words(finding: Finding) -> str:
         rest = f"; finite elements up to {s.absmax:.3g}" if s.numel > s.nonfinite else ""
         return f"{found} of {s.numel:,}{where}{rest}"
     if finding.kind == "near_limit":
-        return f"up to {s.absmax:.4g}: the next doubling is Inf ({finding.tensor.dtype} ends at {finding.reference:.4g})"
+        limit = f"{finding.tensor.dtype} ends at {finding.reference:.4g}"
+        return f"up to {s.absmax:.4g}: the next doubling is Inf ({limit})"
     if finding.kind == "grew":
         return f"up to {s.absmax:.4g}, from {finding.reference:.4g} in the checkpoint before"
     layer = "" if finding.layer is None else f"in layer {finding.layer} "
-    return f"{layer}up to {s.absmax:.4g}, where this tensor of other layers has {finding.reference:.3g} (median)"
+    return (
+        f"{layer}up to {s.absmax:.4g}, where this tensor of other layers has {finding.reference:.3g} (median)"
+    )
 
 
 def _magnitude(largest: Largest) -> str:

@@ -101,7 +101,9 @@ def _from_archive(source: Source, begin: int, end: int, keep_on: Time) -> tuple[
     pickle = next((name for name in records if name.partition("/")[2] == "data.pkl"), None)
     if pickle is None:
         is_script = any(name.partition("/")[2] == "constants.pkl" for name in records)
-        raise UnreadError("a zip archive without data.pkl: " + ("of TorchScript" if is_script else "not of torch.save"))
+        raise UnreadError(
+            "a zip archive without data.pkl: " + ("of TorchScript" if is_script else "not of torch.save")
+        )
     root = pickle.partition("/")[0]
     if any(name.startswith(f"{root}/code/") for name in records):
         raise UnreadError("an archive of TorchScript, which torch.load does not read as a checkpoint")
@@ -171,7 +173,7 @@ def _from_stream(source: Source, begin: int, end: int, keep_on: Time) -> tuple[A
     return content, place
 
 
-# --- what the objects mean -----------------------------------------------------------------------------------
+# --- what the objects mean ------------------------------------------------------------------------
 
 
 def walk(
@@ -204,7 +206,12 @@ def walk(
         if isinstance(value, dict) and value.keys() >= {"state", "param_groups"} and role is None:
             role = Role.OPTIMIZER
         inner = [
-            (each, _below(path, key), role_of_key(role, str(key), level) if isinstance(key, str) else role, level + 1)
+            (
+                each,
+                _below(path, key),
+                role_of_key(role, str(key), level) if isinstance(key, str) else role,
+                level + 1,
+            )
             for key, each in _children(value)
             if not isinstance(each, _PLAIN) and each is not None
         ]
@@ -267,7 +274,11 @@ def _tensor_in(call: Call, path: str, role: Role, place: Any) -> StoredTensor | 
             found = _tensor_in(inner, path, role, place) if isinstance(inner_arguments, tuple) else None
             # A wrapper, such as a DTensor, keeps its tensors in its state.
             return None if found is None or (not found.parts and not found.unread and state) else found
-        if name in ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_qtensor"):
+        if name in (
+            "torch._utils._rebuild_tensor",
+            "torch._utils._rebuild_tensor_v2",
+            "torch._utils._rebuild_qtensor",
+        ):
             _fill(tensor, arguments[0], arguments[1:4], None, place)
         elif name == "torch._utils._rebuild_tensor_v3":
             _fill(tensor, arguments[0], arguments[1:4], arguments[6].name, place)
@@ -299,7 +310,9 @@ def _is_array(call: Call, name: str) -> bool:
 
 def _shape(value: Any) -> tuple[int, ...]:
     shape = tuple(value)
-    if len(shape) > _MOST_DIMENSIONS or any(type(each) is not int or not 0 <= each < 1 << 62 for each in shape):
+    if len(shape) > _MOST_DIMENSIONS or any(
+        type(each) is not int or not 0 <= each < 1 << 62 for each in shape
+    ):
         raise UnreadError("it has no valid shape or strides")
     return shape
 
