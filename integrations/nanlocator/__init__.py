@@ -12,7 +12,8 @@ import sys as _sys
 
 from nanlocator.calls.import_path import leave_out_current_folder as _leave_out_current_folder
 
-# `python -m` has put the current folder first on the import path; it may have come with a bundle or a checkpoint.
+# `python -m` has put the current folder first on the import path; it may have come with a bundle, or with a
+# checkpoint.
 if _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)].endswith(
     ("nanlocator.replay", "nanlocator.check_checkpoint")
 ):

@@ -241,6 +241,24 @@ HOSTILE_PICKLES = {
     "an empty stack": b"\x80\x040.",
     "an extension": b"\x80\x02\x82\x01.",
     "a line without an end": b"\x80\x02c" + b"a" * 200_000,
+    "many calls with the same arguments": b"\x80\x04("
+    + b"N" * 30_000
+    + b"t\x940]("
+    + b"cx\ny\n\x94h\x00R"
+    + b"h\x01h\x00R" * 30_000
+    + b"e.",
+    "many dictionaries of the same arguments": b"\x80\x04("
+    + b"N" * 30_000
+    + b"t\x940]("
+    + b"ccollections\nOrderedDict\n\x94h\x00R"
+    + b"h\x01h\x00R" * 30_000
+    + b"e.",
+    "the same long key": b"\x80\x04(" + b"K\x01" * 30_000 + b"t\x940](" + b"}h\x00Ns" * 30_000 + b"e.",
+    "calls in calls": b"\x80\x02"
+    + b"ctorch._utils\n_rebuild_parameter\n(" * 20_000
+    + b"N"
+    + b"tR" * 20_000
+    + b".",
     "a storage in a key": b"\x80\x02((lp0\ng0\ntQ.",
 }
 

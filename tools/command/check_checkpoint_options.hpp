@@ -42,8 +42,9 @@ inline constexpr Command kCheckCheckpoint = {
         "It reads safetensors, torch.save, torch.distributed.checkpoint, and the folders of "
         "Megatron-Core, DeepSpeed, the Trainer, accelerate and Lightning, and executes nothing of "
         "them. It needs the Python package nanlocator, with Torch.",
-    .exit_codes = "0 finite, 1 findings, 2 wrong use, 3 something could not be read (and no "
-                  "findings in the rest)",
+    .exit_codes =
+        "0 finite, 1 findings, 2 wrong use, 3 something could not be read (and no "
+        "findings in the rest)",
     .examples =
         "nanlocator check-checkpoint /scratch/run17/checkpoints\n"
         "nanlocator check-checkpoint checkpoints/iter_0001250 --compare checkpoints/iter_0001000\n"

@@ -135,7 +135,7 @@ class _Check:
             self._run()
         except _Expired:
             return
-        except UnreadError as error:
+        except (UnreadError, OSError) as error:
             with self._writing():
                 self._report.problem = str(error)
         except BaseException as error:
@@ -158,10 +158,7 @@ class _Check:
     def _run(self) -> None:
         if not self._path.exists():
             raise UnreadError(f"{self._path}: no such file or folder")
-        try:
-            run = layouts.run_at(self._path)
-        except OSError as error:
-            raise UnreadError(f"{self._path} cannot be read: {error.strerror}") from error
+        run = layouts.run_at(self._path)
         if run is None or run.chosen is None:
             older = layouts.before(self._path.absolute()) if self._compare == BEFORE else None
             report, tensors = self._check(self._path, layouts.iteration_of(self._path.absolute()), "", [])
@@ -194,7 +191,7 @@ class _Check:
             self._report.checkpoints.append(report)
         try:
             found = layouts.contents(path, self._keep_on)
-        except UnreadError as error:
+        except (UnreadError, OSError) as error:
             with self._writing():
                 report.layout, report.complete = "unknown", True
                 report.unread.append(Unread(path.name, str(error)))
@@ -277,7 +274,7 @@ class _Check:
             if run is not None and run.chosen is not None:
                 path = run.chosen.path
             found = layouts.contents(path, self._keep_on)
-        except UnreadError as error:
+        except (UnreadError, OSError) as error:
             with self._writing():
                 report.notes.append(f"not compared: {error}")
             return

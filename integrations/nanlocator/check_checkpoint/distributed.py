@@ -91,6 +91,7 @@ def stored_tensors(
             if not isinstance(name, str):  # hashing anything else might take any time
                 raise UnreadError(f"{METADATA} has a tensor without a name")
             places[name, None if offset is None else _numbers(offset)] = _fields(info, "_StorageInfo")
+        parts = 0
         for name, entry in entries.items():
             keep_on()
             if not isinstance(name, str):
@@ -102,7 +103,11 @@ def stored_tensors(
             ):
                 yield from _object(folder, name, places.get((name, None)), role, keep_on)
             else:
-                yield _tensor(folder, name, _fields(entry, "TensorStorageMetadata"), places, role, keep_on)
+                tensor = _fields(entry, "TensorStorageMetadata")
+                parts += len(tensor["chunks"])
+                if parts > len(places) + len(entries):  # else they could be listed over and over
+                    raise UnreadError(f"{METADATA} lists more parts of tensors than it has places of")
+                yield _tensor(folder, name, tensor, places, role, keep_on)
     except (KeyError, TypeError, AttributeError) as error:
         raise UnreadError(f"{METADATA} is damaged: {type(error).__name__} {str(error)[:100]}") from error
     finally:

@@ -285,8 +285,9 @@ def _files_of(folder: Path, found: Contents) -> Iterator[Path]:
 
 
 def _note_link(path: Path, folder: Path, found: Contents) -> None:
-    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-        found.notes.append(f"{path.relative_to(folder)} is a link to {path.resolve()}")
+    target = Path(os.path.realpath(path))  # unlike Path.resolve, for links in a circle, too
+    if path.is_symlink() and not target.is_relative_to(os.path.realpath(folder)):
+        found.notes.append(f"{path.relative_to(folder)} is a link to {target}")
 
 
 def _check_indexes(folder: Path, found: Contents) -> None:

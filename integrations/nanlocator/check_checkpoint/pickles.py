@@ -20,6 +20,7 @@ __all__ = ["MOST_BYTES", "Call", "Named", "Reader"]
 MOST_BYTES = 1 << 30  # of one pickle: real ones of large runs have some 100 MB
 _MOST_OPCODES = 100_000_000
 _MOST_DIGITS = 1024
+_LONGEST_KEY = 16  # elements of a tuple; a longer one could be looked at over and over
 _BLOCK = 1 << 16
 _ASK_EVERY = 1 << 14  # opcodes between two looks at the clock
 
@@ -141,8 +142,10 @@ class Reader:
             if key in _PASSED_ON and len(arguments) == 1 and isinstance(arguments[0], (tuple, list)):
                 return arguments[0]
             # OrderedDict(items) and the like keep their arguments as a Call.
-            if key in _EMPTY_CONTAINERS and not any(
-                isinstance(each, (dict, list, tuple)) for each in arguments
+            if (
+                key in _EMPTY_CONTAINERS
+                and len(arguments) < _LONGEST_KEY
+                and not any(isinstance(each, (dict, list, tuple)) for each in arguments)
             ):
                 return _EMPTY_CONTAINERS[key]()
         return Call(function, arguments)
@@ -150,8 +153,9 @@ class Reader:
     @staticmethod
     def _key(key: Any) -> Any:
         """Hashing a nested tuple may take time without end."""
-        if isinstance(key, tuple) and all(isinstance(each, (str, int, float, bytes, Named)) for each in key):
-            return key
+        if isinstance(key, tuple) and len(key) < _LONGEST_KEY:
+            if all(isinstance(each, (str, int, float, bytes, Named)) for each in key):
+                return key
         if key is None or isinstance(key, (str, int, float, bytes, Named, Call)):
             return key
         return Call(None, (key,))

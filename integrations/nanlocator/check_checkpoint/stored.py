@@ -86,9 +86,9 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def dtype_named(name: str) -> torch.dtype:
     """Raises UnreadError if this torch does not have it."""
-    dtype = getattr(torch, name, None) if re.fullmatch(r"[a-z0-9_]+", name) else None
+    dtype = getattr(torch, name, None) if len(name) < 64 and name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
-        raise UnreadError(f"this torch ({torch.__version__}) has no dtype {name}")
+        raise UnreadError(f"this torch ({torch.__version__}) has no dtype {name[:64]}")
     return dtype
 
 
@@ -112,12 +112,13 @@ _OPTIMIZER_FILE = re.compile(r"optimizer.*|.*optim_states.*|distrib_optim.*|opti
 _OTHER_FILE = re.compile(
     r"(rng|random)_states?.*|.*scheduler.*|scaler\..*|training_args\..*|sampler.*|dl_state.*", re.IGNORECASE
 )
+_LONGEST_KEY = 128  # that is looked at
 _DEEP = 4  # a key below that is a parameter's or a module's name
 
 
 def role_of_key(role: Role | None, key: str, depth: int) -> Role | None:
     """The role of what is below ``key``, in something with ``role`` (None: not known yet)."""
-    if role is Role.OTHER:
+    if role is Role.OTHER or len(key) > _LONGEST_KEY:
         return role
     if _MASTER_WEIGHTS.fullmatch(key):
         return Role.WEIGHTS

@@ -240,7 +240,10 @@ def _children(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, (list, tuple)):
         yield from enumerate(value)
     elif isinstance(value, Call):
-        yield from enumerate(value.arguments)
+        if len(value.arguments) < _MOST_DIMENSIONS:
+            yield from enumerate(value.arguments)
+        else:  # perhaps those of many calls, to be walked through once
+            yield "arguments", value.arguments
         if isinstance(value.state, dict):
             yield from value.state.items()
         elif value.state is not None:
@@ -309,10 +312,10 @@ def _is_array(call: Call, name: str) -> bool:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or len(value) > _MOST_DIMENSIONS:
+        raise UnreadError("it has no valid shape or strides")
     shape = tuple(value)
-    if len(shape) > _MOST_DIMENSIONS or any(
-        type(each) is not int or not 0 <= each < 1 << 62 for each in shape
-    ):
+    if any(type(each) is not int or not 0 <= each < 1 << 62 for each in shape):
         raise UnreadError("it has no valid shape or strides")
     return shape
 
