@@ -582,8 +582,9 @@ std::string checkpoint_of(const Verdict& verdict) {
     text = "LOAD the newest that this finds finite: nanlocator check-checkpoint " +
            (folder.empty() ? std::string("FOLDER") : shell_word(folder) + " --all");
   } else if (file != nullptr) {
-    text = "LOAD " + joined_path(folder, file->name) + " (after " + step_text(file->step) +
-           "; its values were not checked)";
+    const std::string path = joined_path(folder, file->name);
+    text = "LOAD " + path + " (after " + step_text(file->step) +
+           "; before it is loaded: nanlocator check-checkpoint " + shell_word(path) + ")";
   } else if (decision.newest_step && *decision.newest_step < 1) {
     text = "LOAD what this run was started from: no step of it was finished";
   } else if (may_load_newest(verdict)) {

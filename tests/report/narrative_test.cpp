@@ -94,7 +94,8 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
                gives it again, in float64, too; every input was finite
   state:       stopped before the update of step 2; weights finite, as after step 1; it fails again with the
                same data
-  checkpoint:  LOAD /ckpt/run17/iter_0000001 (after step 1; its values were not checked)
+  checkpoint:  LOAD /ckpt/run17/iter_0000001 (after step 1; before it is loaded: nanlocator check-checkpoint
+               /ckpt/run17/iter_0000001)
   --- for the model author
   model/router.py:515 in gate, forward, microbatch 1 (rank 3 = a17:GPU3)
   515 |  return t / denominator
@@ -194,8 +195,9 @@ TEST(Narrative, CheckpointsThatHoldTheFaultAreNeverLoaded) {
   EXPECT_EQ(told.action, "RESTART FROM iter_0000600");
   EXPECT_THAT(told.rows,
               Contains(Pair("checkpoint", HasSubstr("LOAD /ckpt/run17/iter_0000600 (after step 600; "
-                                                    "its values were not checked), NEVER LOAD "
-                                                    "iter_0000700 or anything newer"))));
+                                                    "before it is loaded: nanlocator "
+                                                    "check-checkpoint /ckpt/run17/iter_0000600), "
+                                                    "NEVER LOAD iter_0000700 or anything newer"))));
 }
 
 TEST(Narrative, ACleanAndAnEmptyVerdictSaySo) {
