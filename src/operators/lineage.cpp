@@ -113,6 +113,18 @@ RangeWrite Lineage::last_write_of(const at::Tensor& tensor) {
   return last;
 }
 
+bool Lineage::was_written_finite(const at::Tensor& tensor) {
+  const StorageRecord* record = find(tensor);
+  if (record == nullptr || record->state != StorageState::written) return false;
+  const ByteRange range = range_of(tensor);
+  // Writes far apart, as to gradients in one buffer, are in no common range.
+  return record->finite_range.contains(range) ||
+         (births_in(tensor).empty() &&
+          std::ranges::any_of(record->writes, [&](const RangeWrite& write) {
+            return write.range.is_dense && write.range.contains(range) && !write.is_received;
+          }));
+}
+
 std::shared_ptr<const Place> Lineage::last_touch_of(const at::Tensor& tensor) {
   const StorageRecord* record = find(tensor);
   if (record == nullptr) return nullptr;
@@ -163,7 +175,7 @@ void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
     }
     if (!record.tags.empty()) drop_overwritten(record.tags, range);
   }
-  note_write(record, {.range = range, .clock = clock, .writer = writer});
+  note_write(record, {.range = range, .clock = clock, .writer = writer, .is_filler = is_filler});
   record.is_filled = is_filler;
   record.last_write = clock;
   record.writer = writer;

@@ -103,6 +103,7 @@ struct RangeWrite {
   std::uint64_t clock = 0;
   const std::string* writer = nullptr;  // interned
   bool is_received = false;             // by a collective
+  bool is_filler = false;               // a constant
 };
 
 /// A frame off the dispatcher had access to these bytes.
@@ -167,6 +168,8 @@ class Lineage {
   [[nodiscard]] bool is_known_to_have_nan(const at::Tensor& tensor);
   /// The last write of any of the bytes that `tensor` reaches; its clock is 0 if there is none.
   [[nodiscard]] RangeWrite last_write_of(const at::Tensor& tensor);
+  /// True if operators wrote all of `tensor`, and it was finite then. False also if unknown.
+  [[nodiscard]] bool was_written_finite(const at::Tensor& tensor);
 
   [[nodiscard]] std::size_t size() const noexcept { return records_.size(); }
 

@@ -256,27 +256,53 @@ BirthIds OperatorTrace::Impl::roots_of(const at::Tensor& values, ThreadFrames& f
                                        const std::string& reader) {
   const Root root = find_root(values, frames);
   if (root.is_temporary) return {};
-  if (root.kind == BirthKind::memory) {
-    std::vector<NamedTensor> gradients;
-    {
-      const std::lock_guard lock(mutex);
-      gradients = declarations.gradients_in(values);
-    }
-    BirthIds fused;
-    for (const NamedTensor& gradient : gradients) {
-      if (!is_bad(gradient.tensor)) continue;
-      BirthIds known;
-      {
-        const std::lock_guard lock(mutex);
-        known = lineage.births_in(gradient.tensor);
-      }
-      unite(fused, known.empty() ? fused_origins_of(gradient, root, frames) : known);
-    }
-    if (!fused.empty()) return fused;
+  // Of a bucket, parts may have been written, or never.
+  const bool may_be_of_gradients = root.kind == BirthKind::memory ||
+                                   (root.kind == BirthKind::opaque &&
+                                    root.last_seen == LastSeen::allocated);
+  if (may_be_of_gradients) {
+    BirthIds of_gradients = roots_of_gradients_in(values, frames, reader);
+    if (!of_gradients.empty()) return of_gradients;
   }
   BirthIds before = passed_through(root, values, frames);
   if (!before.empty()) return before;
   return {add_root(root, values, frames, reader)};
+}
+
+BirthIds OperatorTrace::Impl::roots_of_gradients_in(const at::Tensor& values, ThreadFrames& frames,
+                                                    const std::string& reader) {
+  std::vector<NamedTensor> gradients;
+  {
+    const std::lock_guard lock(mutex);
+    gradients = declarations.gradients_in(values);
+  }
+  BirthIds found;
+  std::vector<std::pair<NamedTensor, Root>> changed;  // after their last write
+  for (const NamedTensor& gradient : gradients) {
+    if (!is_bad(gradient.tensor)) continue;
+    BirthIds known;
+    {
+      const std::lock_guard lock(mutex);
+      known = lineage.births_in(gradient.tensor);
+    }
+    if (known.empty()) {
+      Root root = find_root(gradient.tensor, frames);
+      if (root.kind != BirthKind::memory) continue;
+      known = fused_origins_of(gradient, root, frames);
+      if (known.empty()) changed.emplace_back(gradient, std::move(root));
+    }
+    unite(found, known);
+  }
+  if (!found.empty() || changed.empty()) return found;
+  // One fault, whether it hit one gradient or many.
+  const auto& [gradient, root] = changed.front();
+  if (changed.size() > 1) return {add_root(root, values, frames, reader)};
+  const BirthId id = add_root(root, gradient.tensor, frames, reader);
+  const std::lock_guard lock(mutex);
+  Birth& birth = births[static_cast<std::size_t>(id)].birth;
+  birth.sighting.parameter = gradient.name;
+  birth.sighting.role = "grad";
+  return {id};
 }
 
 std::vector<std::shared_ptr<const Place>> OperatorTrace::Impl::fused_writers_of(
@@ -284,13 +310,15 @@ std::vector<std::shared_ptr<const Place>> OperatorTrace::Impl::fused_writers_of(
   const auto dot = gradient.name.rfind('.');
   const std::string module = dot == std::string::npos ? "" : gradient.name.substr(0, dot);
   const std::lock_guard lock(mutex);
-  const std::uint64_t last_write = lineage.last_write_of(gradient.tensor).clock;
+  const RangeWrite last_write = lineage.last_write_of(gradient.tensor);
+  // If an operator adds up the gradient, no kernel inside a node of its module does.
+  const bool is_added_by_operators = last_write.clock > 0 && !last_write.is_filler;
   std::vector<std::shared_ptr<const Place>> had_it, of_its_module;
   for (const CustomNode& node : custom_nodes) {
-    if (node.start < last_write) continue;
+    if (node.start < last_write.clock) continue;
     if (std::ranges::find(node.parameters, gradient.name) != node.parameters.end()) {
       had_it.push_back(node.place);
-    } else if (!module.empty() && node.place->module == module) {
+    } else if (!module.empty() && node.place->module == module && !is_added_by_operators) {
       of_its_module.push_back(node.place);
     }
   }
@@ -422,8 +450,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
     if (const StorageRecord* record = lineage.find(values)) {
       // A record that only has tags of other bytes says nothing about these.
       if (record->last_write != 0 || record->state == StorageState::foreign) state = record->state;
-      was_finite =
-          record->state == StorageState::written && record->finite_range.contains(range_of(values));
+      was_finite = lineage.was_written_finite(values);
       if (record->writer != nullptr) root.writer = *record->writer;
       root.place = record->place;
       if (record->allocator != nullptr) allocator = *record->allocator;
