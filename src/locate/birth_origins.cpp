@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <set>
 #include <string>
@@ -694,11 +695,56 @@ void judge_sum(Origin& origin, const std::map<int, double>& addends) {
   origin.facts.push_back(*std::move(overflow));
 }
 
-/// True if the first pass scanned crossings of the collective's group, or if the group is unknown.
-bool is_of_watched_group(const Root& root) {
+/// The crossings of the birth's group that were numbered below this may have come before it.
+std::int64_t next_crossing_after(const Root& root) {
+  std::int64_t next = std::numeric_limits<std::int64_t>::max();
+  for (const Sighting& later : root.rank->ledger().sightings) {
+    if (!later.crossing || later.crossing->members != root.birth->members) continue;
+    if (later.position && *later.position >= *root.birth->sighting.position) {
+      next = std::min(next, later.crossing->sequence);
+    }
+  }
+  return next;
+}
+
+/// True if the rank scanned what it gave to the birth's group, and no such value, or result, was
+/// bad before the crossing `next` in the birth's microbatch.
+bool was_finite_before(const RankEvidence& rank, const Birth& birth, std::int64_t next) {
+  const Ledger& ledger = rank.ledger();
+  const auto is_whole = [&](const CrossingCoverage& each) {
+    return each.members == birth.members && !each.peer && each.is_whole();
+  };
+  const auto is_bad_before = [&](const Sighting& crossed) {
+    const bool may_be_same_microbatch = !crossed.microbatch || !birth.sighting.microbatch ||
+                                        crossed.microbatch == birth.sighting.microbatch;
+    return may_be_same_microbatch && crossed.crossing &&
+           crossed.crossing->members == birth.members && crossed.crossing->sequence < next;
+  };
+  return ledger.is_complete && std::ranges::any_of(ledger.crossings, is_whole) &&
+         std::ranges::none_of(ledger.sightings, is_bad_before);
+}
+
+/// True if the root came out of an all-gather into which every member put finite values, and whose
+/// result the first pass did not see: levels below `modules` do not read gathered tensors.
+bool is_gathered_unseen(const Incident& incident, const Root& root) {
+  const Birth& birth = *root.birth;
+  if (collective_kind_of(birth.sighting.op) != CollectiveKind::all_gather) return false;
+  if (!birth.sighting.position) return false;
+  const std::int64_t next = next_crossing_after(root);
+  return std::ranges::all_of(
+      birth.members.ranks_below(incident.world_size()), [&](int member) {
+        const RankEvidence* rank = incident.find(member);
+        return rank != nullptr && was_finite_before(*rank, birth, next);
+      });
+}
+
+/// True if the first pass judges the result that this rank received: it scanned crossings of the
+/// group, or the group is unknown.
+bool is_judged_in_first_pass(const Incident& incident, const Root& root) {
   const RankList& members = root.birth->members;
-  return members == RankList() ||
-         std::ranges::count(root.rank->ledger().crossings, members, &CrossingCoverage::members) > 0;
+  if (members == RankList()) return true;
+  if (is_gathered_unseen(incident, root)) return false;
+  return std::ranges::count(root.rank->ledger().crossings, members, &CrossingCoverage::members) > 0;
 }
 
 }  // namespace
@@ -716,7 +762,9 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
     std::erase_if(roots, is_told_otherwise);
   };
   if (has_crossings) {
-    set_apart([](const Root& root) { return is_received(root) && is_of_watched_group(root); });
+    set_apart([&](const Root& root) {
+      return is_received(root) && is_judged_in_first_pass(incident, root);
+    });
   }
   if (std::ranges::all_of(roots, is_received)) {
     std::erase_if(roots, [&](const Root& root) { return is_passed_on(root, senders); });

@@ -198,7 +198,6 @@ def test_a_collective_that_is_wrong_on_one_member_is_the_only_origin(
     assert [each["candidates"] for each in incident.verdict["origins"]] == [[fact["rank"]]]
 
 
-@accuses("what follows it: cause unknown, no operator was traced")
 def test_a_gather_that_is_wrong_on_one_member_is_named(incident_of):
     incident = incident_of("tp2_sequence_parallel", "gather")
     (fact,), origin = incident.planted, incident.origin
