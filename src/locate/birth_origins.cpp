@@ -732,11 +732,10 @@ bool is_gathered_unseen(const Incident& incident, const Root& root) {
   if (collective_kind_of(birth.sighting.op) != CollectiveKind::all_gather) return false;
   if (!birth.sighting.position) return false;
   const std::int64_t next = next_crossing_after(root);
-  return std::ranges::all_of(
-      birth.members.ranks_below(incident.world_size()), [&](int member) {
-        const RankEvidence* rank = incident.find(member);
-        return rank != nullptr && was_finite_before(*rank, birth, next);
-      });
+  return std::ranges::all_of(birth.members.ranks_below(incident.world_size()), [&](int member) {
+    const RankEvidence* rank = incident.find(member);
+    return rank != nullptr && was_finite_before(*rank, birth, next);
+  });
 }
 
 /// True if the first pass judges the result that this rank received: it scanned crossings of the

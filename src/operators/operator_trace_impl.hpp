@@ -153,6 +153,8 @@ struct OperatorTrace::Impl {
   BirthId add_birth(TracedBirth birth);
   void locate(Birth& birth, ThreadFrames& frames);
   [[nodiscard]] Place current_place(ThreadFrames& frames);
+  /// True if the running operator reads or writes a parameter's gradient.
+  [[nodiscard]] bool uses_gradients(ThreadFrames& frames);
   void read_code(Birth& birth, const ProgramCode::Caller& caller) const;
   /// Arguments in `written` are described without values: they now hold the result.
   void describe_operands(Birth& birth, const Frame& frame,
@@ -192,6 +194,7 @@ struct OperatorTrace::Impl {
   std::atomic<bool> is_in_optimizer = false;         // entered_phase is params_after
   std::atomic<std::int64_t> operators = 0;
   std::atomic<std::uint64_t> pass = 0;
+  std::atomic<bool> has_ended_backward = false;  // and no module was entered since
   std::atomic<int> graph_task = -1;      // autograd's number of the latest outermost backward pass
   std::atomic<std::uint64_t> clock = 1;  // one tick per operator that wrote something
   std::atomic<bool> are_transfers_in_flight = false;

@@ -108,6 +108,7 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
   if (microbatch) microbatches_are_known.store(true, std::memory_order_relaxed);
   if (frame.module != nullptr) {
     modules_are_entered.store(true, std::memory_order_relaxed);
+    if (frames.backward_depth == 0) has_ended_backward.store(false, std::memory_order_relaxed);
     frames.microbatch_of_modules = microbatch;
   }
   if (info.is_allocator && info.writes) {
@@ -395,6 +396,7 @@ ModulePath OperatorTrace::Impl::module_used_last(const ThreadFrames& frames) con
 void OperatorTrace::Impl::note_roots_of_backward() {
   const int task = torch::autograd::get_current_graph_task_id();
   if (graph_task.exchange(task, std::memory_order_relaxed) == task) return;
+  has_ended_backward.store(true, std::memory_order_relaxed);  // when a later operator asks
   const auto first = torch::autograd::get_current_node();
   if (first == nullptr) return;
   std::vector<const torch::autograd::Node*> roots = {first.get()};

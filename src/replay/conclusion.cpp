@@ -154,8 +154,8 @@ class Conclusion {
     return ReplayConclusion::deterministic_overflow;
   }
 
-  /// log 0, 1/0, rsqrt 0, 0 to a negative power; atanh 1, log1p -1, erfinv 1: the poles of pointwise
-  /// functions that training meets are at zero, or at numbers of ordinary size.
+  /// log 0, 1/0, rsqrt 0, 0 to a negative power; atanh 1, log1p -1, erfinv 1: the poles of
+  /// pointwise functions that training meets are at zero, or at numbers of ordinary size.
   bool is_at_pole() const {
     const auto& inputs = report_.inputs_at_first_bad;
     if (!evidence_.is_pointwise || inputs.empty()) return false;

@@ -29,9 +29,9 @@ def iterators_of(function: Callable[..., Any]) -> list[str]:
 
 
 def for_each_used(function: Callable[..., Any], take: Callable[[str, Any], None]) -> None:
-    """Calls ``take`` with the name and the value of what ``function`` uses, directly or through functions that
-    it names: its own variables, global variables, and attributes of both. Functions among them are followed
-    and not passed on."""
+    """Calls ``take`` with the name and the value of what ``function`` uses, directly or through functions
+    that it names: its own variables, global variables, and attributes of both. Functions among them are
+    followed and not passed on."""
     seen: set[int] = set()
 
     def use(name: str, value: Any, depth: int) -> None:

@@ -1,10 +1,11 @@
 """Attributes of modules, other than buffers, that a pass changes: a counter, a falling temperature, a flag, a
 cache that is None before the first pass, a growing list.
 
-A re-run restores numbers, strings, None, references to tensors, and random generators, but not writes into a
-tensor. Other values are not saved at the start of a step. But if a re-run changes one, the first pass has changed
-it too, and a fault that the re-run does not show may have depended on it. That holds also for what the modules'
-code names beside its attributes: a global variable, a default argument, a class, a closure's variable."""
+A re-run restores numbers, strings, None, references to tensors, and random generators, but not writes into
+a tensor. Other values are not saved at the start of a step. But if a re-run changes one, the first pass has
+changed it too, and a fault that the re-run does not show may have depended on it. That holds also for what
+the modules' code names beside its attributes: a global variable, a default argument, a class, a closure's
+variable."""
 
 import random
 import sys
