@@ -423,6 +423,9 @@ std::string title_of(const Origin& origin) {
   if (origin.cause == Cause::collective_result && has_fact(origin.facts, FactKind::happened_once)) {
     title = "collective that returned wrong values, once";
   }
+  if (origin.cause == Cause::bad_buffer && origin.parameter.empty()) {
+    title = "tensor of a module that was bad before the step";
+  }
   if (title.empty()) title = title_of(origin.cause);
   const bool is_made_there =
       origin.cause == Cause::operator_undefined || origin.cause == Cause::operator_overflow ||
@@ -610,9 +613,13 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::correct_expression:
       return {"correct what makes the argument of " + operation + ": it is outside the domain" +
                   with_operands(origin) + "; an epsilon will not help",
-              "where it may legitimately reach the edge of the domain, clamp it to a small "
-              "positive number: "
-              "at exactly zero the slope is infinite"};
+              origin.detail == Detail::outside_domain
+                  ? "where it may legitimately reach the edge of the domain, clamp it to a little "
+                    "inside: "
+                    "at the edge the result or its slope is infinite"
+                  : "where it may legitimately reach the edge of the domain, clamp it to a small "
+                    "positive number: "
+                    "at exactly zero the slope is infinite"};
     case Action::find_source_of_zero:
       return {"find what made " + zero_of(origin) + with_operands(origin),
               "if a zero may occur there, replace it before " + operation +

@@ -240,9 +240,20 @@ std::string machine_check_command(const JobLayout& layout) {
 
 namespace {
 
-bool has_overflow(const Verdict& verdict) {
+/// True if the weights of the operator's module are no larger than trained weights are: it
+/// overflowed for another reason.
+bool has_usual_weights(const Origin& origin) {
+  constexpr double kLargest = 100;
+  const Fact* const weights = find_fact(origin.facts, FactKind::weights_magnitude);
+  return weights != nullptr && std::ranges::all_of(weights->values, [](const auto& weight) {
+           return weight.second <= kLargest;
+         });
+}
+
+/// True if weights may have grown until an operator overflowed.
+bool has_overflow_of_weights(const Verdict& verdict) {
   return std::ranges::any_of(verdict.origins, [](const Origin& origin) {
-    return origin.cause == Cause::operator_overflow;
+    return origin.cause == Cause::operator_overflow && !has_usual_weights(origin);
   });
 }
 
@@ -455,8 +466,8 @@ std::string restart_of(const Verdict& verdict) {
     case Restart::repeats:
       return "not yet: step " + step +
              " will be bad again with the same data and weights; when that is fixed, from " +
-             (has_overflow(verdict) ? "a checkpoint whose weights have their usual size"
-                                    : "the latest checkpoint");
+             (has_overflow_of_weights(verdict) ? "a checkpoint whose weights have their usual size"
+                                               : "the latest checkpoint");
     case Restart::before_step:
       return "only from " + checkpoint_before(job.restart_before.value_or(verdict.iteration)) +
              "; do not save these weights";
