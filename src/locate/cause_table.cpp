@@ -462,6 +462,9 @@ void complete(Origin& origin) {
                                                                  : row.refutation;
   origin.cause_confidence = cause_confidence_of(origin, row);
   origin.alternatives = alternatives_of(origin, row);
+  if (origin.cause == Cause::bad_weight && origin.iteration <= 1) {  // no update came before
+    std::erase(origin.alternatives, Suspect::last_update);
+  }
 }
 
 }  // namespace nanlocator::inline locate_room

@@ -538,7 +538,8 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
     // lift_fresh ends torch.tensor(...) and returns the new tensor.
     if (!info.returns_alias[i] || info.is_lift_fresh) add(returned[i], static_cast<int>(i));
   }
-  if (outputs.empty() && returned.empty() && info.writes && frame.has_arguments) {
+  const bool returns_what_it_writes = !returned.empty() && !info.updates_statistics;
+  if (!returns_what_it_writes && info.writes && frame.has_arguments) {
     for (std::size_t i = 0; i < frame.arguments.size(); ++i) {
       if (info.arguments[i] != ArgumentUse::read) add(frame.arguments[i], static_cast<int>(i));
     }

@@ -439,7 +439,6 @@ def test_a_derivative_of_what_was_bad_is_no_origin():
     assert (origin["phase"], origin["operator"]) == ("forward", "aten::pow.Tensor_Scalar")
 
 
-@accuses("also buffers of the batch norm, which the step's first call wrote")
 def test_buffers_that_the_same_step_made_bad_are_no_origins():
     model = nn.Sequential(
         *(nn.Linear(4, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)),
@@ -468,7 +467,6 @@ def test_an_update_with_a_bad_learning_rate_is_one_origin():
 # ---- what happened before, or is never looked at -----------------------------------------------------
 
 
-@accuses("an update that never was: last_update is an alternative")
 def test_a_weight_that_was_never_right_is_not_laid_to_an_update():
     model = nn.Linear(4, 1)
     nn.init.constant_(model.weight, math.nan)
