@@ -72,9 +72,13 @@ Proposal proposal_for_stored_value(const Origin& origin) {
                                               : Owner::model_author};
 }
 
+/// One that fails again, bit for bit, is rather the code: a buffer that is read before the transfer
+/// has ended.
 Proposal proposal_for_collective(const Origin& origin) {
   const bool are_few = !origin.candidates.empty() && origin.candidates.size() <= 2;
-  if (origin.owner == Owner::framework && !are_few) return if_it_comes_again(origin, true);
+  if (origin.owner == Owner::framework || came_again(origin)) {
+    return {DecisionKind::do_not_restart, Owner::framework};
+  }
   return {are_few ? DecisionKind::exclude : DecisionKind::restart_as_is, Owner::cluster_operator};
 }
 
@@ -139,7 +143,7 @@ Proposal proposal_for(const Origin& origin) {
       return proposal_for_update(origin);
     case Cause::unknown:
       if (shows<FactKind::norm_overflows>(origin)) return {};  // a trace shows nothing of it
-      return {DecisionKind::restart_as_is, Owner::nobody, true,
+      return {DecisionKind::restart_as_is, Owner::model_author, true,
               origin.phase == Phase::params_after};
   }
   return {};
@@ -287,7 +291,7 @@ JobDecision decide(const Verdict& verdict, std::span<const Verdict> earlier) {
     return decision;
   }
   const Course course = course_of(verdict);
-  Proposal proposal{DecisionKind::restart_as_is, Owner::nobody, true};  // without any origin
+  Proposal proposal{DecisionKind::restart_as_is, Owner::model_author, true};  // without any origin
   for (std::size_t i = 0; i < verdict.origins.size(); ++i) {
     const Proposal each = proposal_for(verdict.origins[i]);
     const bool leads = !decision.origin || each.kind > proposal.kind ||

@@ -144,7 +144,7 @@ std::string suspect_text(Suspect suspect, const Origin& origin) {
                  ? "code that writes to it without PyTorch's operators"
                  : "code that writes to it between steps";
     case Suspect::upstream:
-      return "whatever made the inputs so large";
+      return "what made the inputs so large";
     case Suspect::mathematics:
       return "inputs for which its result is not defined";
     case Suspect::hook:
@@ -438,7 +438,7 @@ std::string title_of(const Origin& origin) {
 std::string suspects_text(const Origin& origin) {
   std::vector<std::string> open;
   for (const Suspect suspect : origin.alternatives) open.push_back(suspect_text(suspect, origin));
-  return joined(open);
+  return joined(open, " or ");
 }
 
 std::string certainty_of(const Origin& origin) {

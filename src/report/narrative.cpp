@@ -265,8 +265,10 @@ std::string collective_name_of(const std::string& op) {
       return "a broadcast";
     case CollectiveKind::scatter:
       return "a scatter";
+    case CollectiveKind::exchange:
+      return op.empty() ? "a collective" : "an all-to-all";
     default:
-      return "a collective";
+      return "a transfer";
   }
 }
 
@@ -321,6 +323,7 @@ std::string group_of(const Verdict& verdict, const Origin& origin) {
                          : collective_name_of(op);
   std::set<int> members(seen.peers.begin(), seen.peers.end());
   members.insert(seen.ranks.begin(), seen.ranks.end());
+  if (!seen.group.empty()) text += " (group " + seen.group + ")";
   if (members.size() < 2) return text;
   return text + " of " + ranks_place_of(verdict, {members.begin(), members.end()});
 }
@@ -362,12 +365,26 @@ const char* same_machine(const Verdict& verdict, const Origin& origin) {
   return known != nullptr && is_gpu(*known) ? "the same GPU" : "the same machine";
 }
 
+/// Before any operator of the step.
+bool was_there(const Origin& origin) {
+  return origin.cause == Cause::bad_weight || origin.cause == Cause::optimizer_state ||
+         origin.cause == Cause::bad_buffer || origin.cause == Cause::bad_input;
+}
+
+/// Values that the job stores: who made them is open.
+bool is_stored(const Origin& origin) {
+  return was_there(origin) && origin.cause != Cause::bad_input &&
+         (origin.cause != Cause::bad_buffer || !origin.parameter.empty());
+}
+
 /// The tests that the cause has passed, in few words; the most telling first.
 std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) {
   constexpr std::size_t kMost = 3;
   std::vector<std::string> tests;
   const std::string machine = same_machine(verdict, origin);
   for (const Fact& fact : ordered_facts(origin)) {
+    // A re-run of values that were there before says nothing: it starts from them.
+    if (was_there(origin) && fact.kind != FactKind::copies_clean) continue;
     switch (fact.kind) {
       case FactKind::rerun_identical:
         tests.push_back("the same came back, bit for bit, in a re-run on " + machine);
@@ -418,17 +435,13 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
   return kept;
 }
 
-/// Values that were there before the step: who made them is open.
-bool is_stored(const Origin& origin) {
-  return origin.cause == Cause::bad_weight || origin.cause == Cause::optimizer_state ||
-         (origin.cause == Cause::bad_buffer && !origin.parameter.empty());
-}
 
 std::string kind_of(const Origin& origin) {
   if (origin.cause == Cause::unknown || origin.cause == Cause::not_reproduced ||
       (is_stored(origin) && origin.owner != Owner::cluster_operator)) {
     return "unknown";
   }
+  if (origin.cause == Cause::empty_loss_mask) return "data";
   switch (origin.owner) {
     case Owner::model_author:
     case Owner::framework:
@@ -446,33 +459,41 @@ std::string kind_of(const Origin& origin) {
   return "unknown";
 }
 
+/// What the alternatives of a machine include.
+bool may_be_code(const Origin& origin) {
+  constexpr std::array kOfCode = {Suspect::early_reuse, Suspect::collective, Suspect::kernel,
+                                  Suspect::race};
+  return std::ranges::any_of(origin.alternatives, [&](Suspect each) {
+    return std::ranges::count(kOfCode, each) > 0;
+  });
+}
+
 std::string cause_of(const Verdict& verdict, const Origin& origin) {
   std::string kind = kind_of(origin);
-  if (kind == "code" && verdict.decision.kind == DecisionKind::exclude) {
-    kind = "code or hardware, open";
-  } else if (kind != "unknown" && kind != "routine") {
-    const bool may_be_proven = kind != "hardware" && origin.alternatives.empty();
-    switch (origin.cause_confidence) {
-      case Confidence::high:
-        kind += may_be_proven ? ", proven" : ", likely";
-        break;
-      case Confidence::medium:
-        kind += ", likely";
-        break;
-      case Confidence::low:
-        kind += ", open";
-        break;
-    }
+  std::string open = suspects_text(origin);
+  std::string label = "not ruled out: ";
+  std::string certainty = origin.cause_confidence == Confidence::high     ? ", proven"
+                          : origin.cause_confidence == Confidence::medium ? ", likely"
+                                                                          : ", open";
+  if (origin.alternatives == std::vector{Suspect::upstream}) {
+    label = "open: ";  // the mechanism is known
+  } else if (!origin.alternatives.empty() && certainty == ", proven") {
+    certainty = ", likely";
   }
+  const bool is_of_transfer =
+      origin.cause == Cause::collective_result || origin.cause == Cause::pipeline_transfer;
+  if (is_of_transfer && kind == "code") kind = "code or hardware";
+  if (kind == "hardware" && may_be_code(origin)) {
+    kind = origin.cause == Cause::bad_weight ? "hardware" : "hardware or code";
+  }
+  if (kind.find(" or ") != kind.npos) certainty = ", open";
+  if (kind == "unknown" || kind == "routine") certainty.clear();
   std::vector<std::string> parts = tests_of(verdict, origin);
-  if (!origin.alternatives.empty()) {
-    parts.push_back("not ruled out: " + suspects_text(origin));
-  } else if (parts.empty() && !verdict.rerun.done) {
-    parts.emplace_back("the step was not executed again");
-  }
+  if (!open.empty()) parts.push_back(label + open);
+  if (parts.empty() && !verdict.rerun.done) parts.emplace_back("the step was not executed again");
   std::string text;
   for (const std::string& part : parts) append_item(text, part, "; ");
-  return text.empty() ? kind : kind + ": " + text;
+  return kind + certainty + (text.empty() ? "" : ": " + text);
 }
 
 // ---- state and checkpoint ----
@@ -522,7 +543,7 @@ std::string state_of(const Verdict& verdict) {
       break;
     case Course::goes_on_damaged:
       text = "running on bad weights (on_bad=" + job.on_bad +
-             "): a save now, or SIGTERM where it saves, writes a bad checkpoint";
+             "): what it saves from now on is bad";
       break;
     case Course::goes_on:
       text = running_text(verdict);
@@ -558,8 +579,21 @@ bool may_load_newest(const Verdict& verdict) {
   return course_of(verdict) == Course::stops && (!newest || *newest == verdict.iteration - 1);
 }
 
+/// Weights may have grown for many steps before an operator overflowed: finite is not good.
+bool may_be_of_large_weights(const Verdict& verdict) {
+  constexpr double kUsual = 100;
+  const Origin* const origin = deciding_origin(verdict);
+  if (origin == nullptr) return false;
+  if (origin->cause == Cause::divergence) return true;
+  const Fact* const weights = find_fact(origin->facts, FactKind::weights_magnitude);
+  return origin->cause == Cause::operator_overflow && weights != nullptr &&
+         std::ranges::any_of(weights->values,
+                             [](const auto& weight) { return weight.second > kUsual; });
+}
+
 std::string load_of(const Verdict& verdict) {
   if (!needs_checkpoint(verdict)) return "not needed";
+  if (verdict.decision.kind == DecisionKind::do_not_restart) return "nothing now";
   if (verdict.decision.is_to_check) return "only one checked finite";
   if (const CheckpointFile* const file = checkpoint_to_load(verdict)) return file->name;
   if (may_load_newest(verdict)) return verdict.iteration <= 1 ? "as started" : "the newest";
@@ -572,37 +606,60 @@ std::string joined_path(const std::string& folder, const std::string& name) {
   return folder.empty() ? name : (std::filesystem::path(folder) / name).string();
 }
 
-std::string checkpoint_of(const Verdict& verdict) {
-  if (!needs_checkpoint(verdict)) return "";
+std::string check_command(const std::string& path) {
+  return "nanlocator check-checkpoint " + shell_word(path);
+}
+
+/// What to load once the job may start again.
+std::string loaded_text(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
   const std::string folder = verdict.launch ? verdict.launch->checkpoint_dir : "";
   const CheckpointFile* const file = checkpoint_to_load(verdict);
-  std::string text;
-  if (decision.is_to_check) {
-    text = "LOAD the newest that this finds finite: nanlocator check-checkpoint " +
-           (folder.empty() ? std::string("FOLDER") : shell_word(folder) + " --all");
-  } else if (file != nullptr) {
-    const std::string path = joined_path(folder, file->name);
-    text = "LOAD " + path + " (after " + step_text(file->step) +
-           "; before it is loaded: nanlocator check-checkpoint " + shell_word(path) + ")";
-  } else if (decision.newest_step && *decision.newest_step < 1) {
-    text = "LOAD what this run was started from: no step of it was finished";
-  } else if (may_load_newest(verdict)) {
-    text = "LOAD the newest: nothing bad can have been saved";
-  } else {
-    text = "LOAD the newest from before the update of step " +
-           std::to_string(decision.newest_step.value_or(verdict.iteration - 1) + 1) +
-           ", NEVER LOAD anything newer";
+  const std::string all =
+      folder.empty() ? check_command("FOLDER") : check_command(folder) + " --all";
+  if (decision.is_to_check) return "LOAD the newest that this finds finite: " + all;
+  if (may_be_of_large_weights(verdict)) {
+    return "LOAD one from before the weights grew, finite is not enough: " + all;
   }
+  if (file != nullptr) {
+    const std::string path = joined_path(folder, file->name);
+    return "LOAD " + path + " (after " + step_text(file->step) + "; first: " +
+           check_command(path) + ")";
+  }
+  if (decision.newest_step && *decision.newest_step < 1) {
+    return "LOAD what this run was started from: no step of it was finished";
+  }
+  if (may_load_newest(verdict)) return "LOAD the newest: nothing bad can have been saved";
+  return "LOAD the newest from before the update of step " +
+         std::to_string(decision.newest_step.value_or(verdict.iteration - 1) + 1) +
+         ", NEVER LOAD anything newer";
+}
+
+std::string checkpoint_of(const Verdict& verdict) {
+  if (!needs_checkpoint(verdict)) return "";
+  const JobDecision& decision = verdict.decision;
+  const bool is_down = decision.kind == DecisionKind::do_not_restart;
+  std::string text = (is_down ? "when it is mended, " : "") + loaded_text(verdict);
   std::vector<std::string> newer;
   for (const CheckpointFile& each :
        verdict.launch ? verdict.launch->checkpoints : std::vector<CheckpointFile>{}) {
     if (decision.newest_step && each.step > *decision.newest_step) newer.push_back(each.name);
   }
-  if (!newer.empty()) {
+  if (!newer.empty() && !may_load_newest(verdict)) {
     text += ", NEVER LOAD " + newer.back() + (newer.size() > 1 ? " or anything newer" : "");
   }
   return text;
+}
+
+/// How to end a job that trains on bad weights.
+std::string kill_of(const Verdict& verdict) {
+  if (course_of(verdict) != Course::goes_on_damaged) return "";
+  const auto& launch = verdict.launch;
+  if (launch && launch->scheduler == "slurm") {
+    return "scancel --signal=KILL --full " + launch->job_id +
+           "   (not plain scancel: it sends SIGTERM, at which the job may save)";
+  }
+  return "SIGKILL to its processes (at SIGTERM it may save)";
 }
 
 // ---- the action ----
@@ -711,7 +768,8 @@ std::string audience_of(const JobDecision& decision) {
 
 std::string code_place_of(const Verdict& verdict, const Origin& origin) {
   if (!origin.code) return "";
-  std::string text = code_place(*origin.code);
+  const bool is_only_read = was_there(origin) || origin.cause == Cause::memory_corruption;
+  std::string text = (is_only_read ? "first read at " : "") + code_place(*origin.code);
   if (!origin.code->function.empty()) text += " in " + origin.code->function;
   switch (origin.phase) {
     case Phase::forward:
@@ -771,18 +829,40 @@ void add_row(Rows& rows, const char* label, std::string text) {
   if (!text.empty()) rows.emplace_back(label, std::move(text));
 }
 
-/// One command that tells a machine from code, and what its outcomes mean.
+/// `nanlocator netcheck` on these hosts alone.
+std::string check_of_hosts(const std::vector<std::string>& hosts, int ranks_per_host) {
+  std::string command = "nanlocator netcheck --nproc-per-node " + std::to_string(ranks_per_host);
+  if (hosts.size() > 1) {
+    command += " --nnodes " + std::to_string(hosts.size()) +
+               " --rdzv-backend c10d --rdzv-endpoint " + hosts.front() + ":29400";
+  }
+  return command;
+}
+
+/// What tells a machine from code, and what its outcomes mean.
 void add_check(const Verdict& verdict, Rows& rows) {
-  if (verdict.decision.ranks.empty() || !verdict.layout) return;
-  const std::string command = machine_check_command(*verdict.layout);
-  if (command.empty()) return;
-  const bool blocks = verdict.decision.kind == DecisionKind::none_needed;
+  const JobDecision& decision = verdict.decision;
+  if (decision.ranks.empty() || !verdict.layout) return;
+  const auto hosts = hosts_of(verdict, decision.ranks);
+  if (hosts.empty()) return;
+  const std::string suspects = suspects_text(verdict);
+  const bool is_out =
+      decision.kind == DecisionKind::exclude || decision.kind == DecisionKind::older_checkpoint;
+  if (!is_out) {
+    add_row(rows, "check", "the error counters on " + joined(hosts) +
+                               " now: nvidia-smi -q -d ECC; dmesg -T | grep -i xid");
+    add_row(rows, "if errors", "restart without " + suspects);
+    add_row(rows, "if AGAIN", "on " + suspects + ": it stays out; on other hosts: page the model "
+                                                 "author");
+    return;
+  }
   add_row(rows, "check",
-          command + (blocks ? "   (when the job has ended, on idle nodes)"
-                            : "   (some minutes, on idle nodes; the restart does not wait for it)"));
+          check_of_hosts(hosts, verdict.layout->ranks_per_host) + "   (on " + joined(hosts) +
+              (hosts.size() > 1 ? ", started on each" : "") +
+              ", out of the job; the restart does not wait for it)");
   add_row(rows, "if FAIL", "what it names stays out until it is repaired");
-  add_row(rows, "if PASS", "no proof; the same again on " + suspects_text(verdict) +
-                               " takes it out for good, on other hosts it is the code");
+  add_row(rows, "if PASS", suspects + " may come back; a second event there takes it out; the same "
+                                      "elsewhere: the code or a shared link");
 }
 
 void add_details(const Verdict& verdict, const Origin& origin, std::string_view run_dir,
@@ -791,6 +871,12 @@ void add_details(const Verdict& verdict, const Origin& origin, std::string_view 
   narrative.place = code_place_of(verdict, origin);
   if (origin.code && !origin.code->text.empty()) {
     narrative.source = std::to_string(origin.code->line) + " |  " + origin.code->text;
+  }
+  for (std::size_t i = 0; i < std::min<std::size_t>(2, verdict.decision.ranks.size()); ++i) {
+    const RankCoordinates* const known = coordinates_of(verdict, verdict.decision.ranks[i]);
+    if (known != nullptr && is_gpu(*known)) {
+      narrative.details.emplace_back("device", known->describe());
+    }
   }
   add_row(narrative.details, "here", values_here_of(origin));
   bool is_first = true;
@@ -839,11 +925,16 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   add_row(narrative.rows, "what", what_of(verdict, origin));
   if (origin != nullptr) add_row(narrative.rows, "cause", cause_of(verdict, *origin));
   add_row(narrative.rows, "state", state_of(verdict));
+  add_row(narrative.rows, "kill", kill_of(verdict));
   add_row(narrative.rows, "checkpoint", checkpoint_of(verdict));
   if (decision.is_traced) {
+    const CheckpointFile* const file = checkpoint_to_load(verdict);
     add_row(narrative.rows, "trace",
-            "NANLOCATOR_LEVEL=operators in the job's environment; the block of that step names the "
-            "line");
+            "NANLOCATOR_LEVEL=operators in the job's environment, from " +
+                (file == nullptr ? std::string("the checkpoint") : file->name) + " to " +
+                step_text(verdict.iteration) +
+                "; it is slow, stops there, and its block names the line");
+    add_row(narrative.rows, "if finite", "take the variable out and go on: it happened once");
   }
   add_check(verdict, narrative.rows);
   if (verdict.origins.size() > 1) {

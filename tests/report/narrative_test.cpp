@@ -86,7 +86,7 @@ Verdict division_by_zero() {
 TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
   EXPECT_EQ(format_verdict(division_by_zero(), {.run_dir = "/runs/a0"}),
             R"(nanlocator ERROR[div_zero] 2026-11-27 02:58 UTC job 88213 gpt-moe, step 2: LEAVE IT DOWN, PAGE THE MODEL AUTHOR
-  restart NO | hosts none suspected | load iter_0000001 | page model author | ticket none
+  restart NO | hosts none suspected | load nothing now | page model author | ticket none
   what:        division by zero: torch.div in decoder.layers.2.mlp.router on rank 3 = a17:GPU3 gave -Inf
                (non-finite) in 4 of 128 elements from [0, 0]; it reached the gradients of 1 parameter on 2
                ranks
@@ -94,8 +94,8 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
                gives it again, in float64, too; every input was finite
   state:       stopped before the update of step 2; weights finite, as after step 1; it fails again with the
                same data
-  checkpoint:  LOAD /ckpt/run17/iter_0000001 (after step 1; before it is loaded: nanlocator check-checkpoint
-               /ckpt/run17/iter_0000001)
+  checkpoint:  when it is mended, LOAD /ckpt/run17/iter_0000001 (after step 1; first: nanlocator
+               check-checkpoint /ckpt/run17/iter_0000001)
   --- for the model author
   model/router.py:515 in gate, forward, microbatch 1 (rank 3 = a17:GPU3)
   515 |  return t / denominator
@@ -133,6 +133,7 @@ TEST(Narrative, AJobOnBadWeightsIsKilled) {
   const Narrative told = narrative_of(verdict);
   EXPECT_EQ(told.severity, "FATAL");
   EXPECT_EQ(told.action, "KILL IT NOW, PAGE THE MODEL AUTHOR");
+  EXPECT_THAT(told.rows, Contains(Pair("kill", HasSubstr("scancel --signal=KILL --full 88213"))));
 }
 
 /// A collective that returned NaN to rank 3 for finite inputs.
@@ -163,11 +164,25 @@ TEST(Narrative, SuspectedHostsAreNamedWithTheirGpusAndACheck) {
   EXPECT_EQ(told.ticket, "cluster on-call");
   EXPECT_THAT(told.rows,
               Contains(Pair("what", HasSubstr("an all-reduce of rank 3 = a17:GPU3 and rank 11 = "
-                                              "a18:GPU3 returned -Inf (non-finite)"))));
-  EXPECT_THAT(told.rows, Contains(Pair("cause", HasSubstr("hardware, likely"))));
-  EXPECT_THAT(told.rows, Contains(Pair("check", HasSubstr("nanlocator netcheck "))));
+                                              "a18:GPU3 in decoder.layers.2.mlp.router returned "
+                                              "-Inf (non-finite)"))));
+  EXPECT_THAT(told.rows, Contains(Pair("cause", HasSubstr("hardware or code, open"))));
+  EXPECT_THAT(told.rows, Contains(Pair("check", HasSubstr("nanlocator netcheck --nproc-per-node 8   (on a17, "
+                                                "out of the job"))));
   EXPECT_THAT(told.rows, Contains(Key("if FAIL")));
   EXPECT_THAT(told.rows, Contains(Key("if PASS")));
+}
+
+TEST(Narrative, ACollectiveThatFailsAgainIsRatherTheCode) {
+  Verdict verdict = bad_collective();
+  verdict.origins[0].facts.pop_back();
+  verdict.origins[0].facts.push_back({.kind = FactKind::rerun_identical});
+  verdict.rerun.reproduced = true;
+  verdict.decision = decide(verdict);
+  const Narrative told = narrative_of(verdict);
+  EXPECT_EQ(told.action, "LEAVE IT DOWN, PAGE THE FRAMEWORK TEAM");
+  EXPECT_THAT(told.rows, Contains(Pair("cause", HasSubstr("hardware or code, open"))));
+  EXPECT_THAT(told.rows, Contains(Pair("check", HasSubstr("nvidia-smi -q -d ECC"))));
 }
 
 TEST(Narrative, NoMachineIsNamedWhereTheCodeIsProven) {
@@ -194,9 +209,9 @@ TEST(Narrative, CheckpointsThatHoldTheFaultAreNeverLoaded) {
   const Narrative told = narrative_of(verdict);
   EXPECT_EQ(told.action, "RESTART FROM iter_0000600");
   EXPECT_THAT(told.rows,
-              Contains(Pair("checkpoint", HasSubstr("LOAD /ckpt/run17/iter_0000600 (after step 600; "
-                                                    "before it is loaded: nanlocator "
-                                                    "check-checkpoint /ckpt/run17/iter_0000600), "
+              Contains(Pair("checkpoint", HasSubstr("LOAD /ckpt/run17/iter_0000600 (after step 600; first: "
+                                                    "nanlocator check-checkpoint "
+                                                    "/ckpt/run17/iter_0000600), "
                                                     "NEVER LOAD iter_0000700 or anything newer"))));
 }
 
