@@ -1,0 +1,326 @@
+#include "locate/events/backward.hpp"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "locate/backward_flow.hpp"
+
+namespace nanlocator::inline locate_room::events {
+namespace {
+
+class LaneMaker {
+ public:
+  LaneMaker(Phase phase, const BadFilter& keep, int pipeline_size)
+      : phase_(phase), keep_(keep), pipeline_size_(pipeline_size) {}
+
+  /// Appends what the places, which share a tp rank and a stage, know of it.
+  void add(Lane& lane, Chain& chain, std::size_t stage, std::span<const Place* const> places) {
+    Cell cell;
+    const std::size_t first = chain.steps.size();
+    const int chunk = static_cast<int>(lane.stages[stage].index / pipeline_size_);
+    for (const Place* place : places) {
+      cell.ranks.push_back(place->rank);
+      if (place->evidence == nullptr) continue;
+      cell.has_evidence |= place->evidence->scanned(phase_);
+      if (chain.steps.size() == first) {
+        start(chain, stage, chunk, *place->evidence);
+      } else {
+        merge(std::span(chain.steps).subspan(first), *place->evidence);
+      }
+    }
+    std::ranges::sort(cell.ranks);
+    cell.begin = first;
+    cell.end = chain.steps.size();
+    lane.stages[stage].has_unseen |= !cell.has_evidence;
+    for (const Step& step : std::span(chain.steps).subspan(first)) {
+      if (step.status == Status::bad && step.parameter->is_tp_duplicate) {
+        lane.stages[stage].bad_duplicates.insert(step.parameter->name);
+      }
+    }
+    chain.cells.push_back(std::move(cell));
+  }
+
+ private:
+  std::pair<Status, const Sighting*> look(const RankEvidence& rank, std::size_t position) const {
+    const BadParameter* const bad = rank.find_bad(phase_, position);
+    if (bad == nullptr) return {rank.status(phase_, position), nullptr};
+    if (!keep_(rank, *bad)) return {Status::unknown, nullptr};
+    return {Status::bad, bad->sighting};
+  }
+
+  void start(Chain& chain, std::size_t stage, int chunk, const RankEvidence& rank) const {
+    for (std::size_t position = 0; position < rank.size(); ++position) {
+      if (rank.parameter(position).chunk != chunk) continue;
+      const auto [status, sighting] = look(rank, position);
+      chain.steps.push_back({stage, &rank.parameter(position), status, sighting});
+    }
+  }
+
+  void merge(std::span<Step> steps, const RankEvidence& rank) const {
+    for (Step& step : steps) {
+      const auto position = rank.position_of(std::string_view(step.parameter->name));
+      if (!position || step.status == Status::bad) continue;
+      const auto [status, sighting] = look(rank, *position);
+      if (status == Status::unknown) continue;
+      step.status = status;
+      step.sighting = sighting;
+    }
+  }
+
+  Phase phase_;
+  const BadFilter& keep_;
+  int pipeline_size_;
+};
+
+/// Steps in different orders cannot be compared; only layers can.
+bool have_one_order(const Lane& lane) {
+  const auto is_same = [](const Step& a, const Step& b) {
+    return a.parameter->name == b.parameter->name;
+  };
+  for (std::size_t s = 0; s < lane.stages.size(); ++s) {
+    std::span<const Step> first;
+    for (const Chain& chain : lane.chains) {
+      const auto steps = chain.steps_of(s);
+      if (first.empty()) first = steps;
+      if (!steps.empty() && !std::ranges::equal(first, steps, is_same)) return false;
+    }
+  }
+  return true;
+}
+
+class FlowFinder {
+ public:
+  explicit FlowFinder(Lane& lane) : lane_(lane) {}
+
+  std::optional<Flow> find() {
+    std::size_t bad_steps = 0;
+    for (Chain& chain : lane_.chains) {
+      close(chain);
+      bad_steps += chain.bad_steps;
+    }
+    // A single bad gradient at the very end has not visibly spread, unless no rank can say what came before or after.
+    const bool is_flow = std::ranges::any_of(lane_.chains, [&](const Chain& chain) {
+      return chain.bad_steps > 0 && (bad_steps > 1 || !chain.has_witness || is_end_unseen(chain));
+    });
+    if (!is_flow) return std::nullopt;
+    for (Chain& chain : lane_.chains) {
+      if (chain.bad_steps > 0) extend_over_layer(chain);
+    }
+    return describe();
+  }
+
+ private:
+  /// Propagates finite values backwards: all before the last witness is finite.
+  void close(Chain& chain) const {
+    for (std::size_t i = chain.steps.size(); i-- > 0;) {
+      if (lane_.is_witness(chain.steps[i])) {
+        chain.has_witness = true;
+        break;
+      }
+      if (chain.steps[i].status != Status::bad) continue;
+      chain.later_start = i;
+      ++chain.bad_steps;
+    }
+    chain.start = chain.later_start;
+  }
+
+  bool is_end_unseen(const Chain& chain) const {
+    if (!lane_.has_all_stages) return true;
+    for (std::size_t s = chain.steps[*chain.later_start].stage + 1; s < lane_.stages.size(); ++s) {
+      if (lane_.stages[s].has_unseen) return true;
+    }
+    return false;
+  }
+
+  static std::pair<std::size_t, std::string_view> layer_at(const Chain& chain, std::size_t i) {
+    return {chain.steps[i].stage, layer_of(chain.steps[i].parameter->name)};
+  }
+
+  /// Moves `start` back to the first bad step of its layer, which may have parallel branches. If the order was not
+  /// observed, the steps of a layer have none, and the last witness's own layer counts, too.
+  void extend_over_layer(Chain& chain) const {
+    std::size_t from = *chain.later_start;
+    if (lane_.is_order_observed && layer_at(chain, from).second.empty()) return;
+    if (!lane_.is_order_observed) {
+      while (from > 0 && !lane_.is_witness(chain.steps[from - 1])) --from;
+      from -= from > 0 ? 1 : 0;
+    }
+    const auto layer = layer_at(chain, from);
+    for (std::size_t i = from + 1; i-- > 0 && layer_at(chain, i) == layer;) {
+      if (chain.steps[i].status == Status::bad) chain.start = i;
+    }
+  }
+
+  /// The chains that had it before the next sum could spread it: a sharded parameter of their stretch, bad here, is
+  /// finite on another chain.
+  template <typename StartOf>
+  std::set<const Chain*> chains_ahead(StartOf start_of) const {
+    std::set<std::pair<std::size_t, std::string_view>> finite;
+    for (const Chain& chain : lane_.chains) {
+      for (const Step& step : chain.steps) {
+        if (lane_.is_witness(step)) finite.emplace(step.stage, step.parameter->name);
+      }
+    }
+    std::set<const Chain*> ahead;
+    for (const Chain& chain : lane_.chains) {
+      if (!chain.start) continue;
+      for (std::size_t i = start_of(chain); i < chain.steps.size(); ++i) {
+        const Step& step = chain.steps[i];
+        if (step.status == Status::bad && finite.contains({step.stage, step.parameter->name})) {
+          ahead.insert(&chain);
+          break;
+        }
+      }
+    }
+    return ahead;
+  }
+
+  static bool is_before(const Chain& a, const Chain& b) {
+    const auto place = [](const Chain& chain) {
+      const std::size_t stage = chain.steps[*chain.start].stage;
+      return std::pair(stage, *chain.start - chain.cells[stage].begin);
+    };
+    return place(a) < place(b);
+  }
+
+  /// True if `a`'s stretch has a bad step that is not bad in `b`'s. Other experts and other rows say nothing.
+  static bool has_bad_that_lacks(const Chain& a, const Chain& b) {
+    std::set<std::pair<std::size_t, std::string_view>> of_b;
+    for (std::size_t i = *b.start; i < b.steps.size(); ++i) {
+      if (b.steps[i].status == Status::bad) {
+        of_b.emplace(b.steps[i].stage, b.steps[i].parameter->name);
+      }
+    }
+    return std::any_of(a.steps.begin() + static_cast<std::ptrdiff_t>(*a.start), a.steps.end(),
+                       [&](const Step& step) {
+                         return step.status == Status::bad && !step.parameter->may_be_untouched &&
+                                !of_b.contains({step.stage, step.parameter->name});
+                       });
+  }
+
+  const Chain* find_one_ahead() const {
+    const auto ahead = chains_ahead([](const Chain& chain) { return *chain.start; });
+    const auto surely = chains_ahead([](const Chain& chain) { return *chain.later_start; });
+    if (surely.size() != 1 || ahead != surely) return nullptr;
+    const Chain* const one = *surely.begin();
+    for (const Chain& other : lane_.chains) {
+      if (&other == one || !other.start) continue;
+      if (lane_.is_order_observed ? is_before(other, *one) : has_bad_that_lacks(other, *one)) {
+        return nullptr;
+      }
+    }
+    return one;
+  }
+
+  Flow describe() {
+    Flow flow;
+    const Chain* const one = find_one_ahead();
+    flow.is_on_one_rank = one != nullptr;
+    for (Chain& chain : lane_.chains) {
+      if (!chain.start) continue;
+      if (flow.chain == nullptr || is_before(chain, *flow.chain)) flow.chain = &chain;
+      flow.may_come_from_forward |= !chain.has_witness;
+      for (std::size_t i = *chain.start; i < chain.steps.size(); ++i) {
+        Step& step = chain.steps[i];
+        step.is_in_flow = step.status == Status::bad;
+        flow.bad_steps += step.is_in_flow ? 1 : 0;
+      }
+    }
+    if (one != nullptr) flow.chain = one;
+    flow.start = *flow.chain->start;
+    flow.has_reached_others = std::ranges::any_of(lane_.chains, [&](const Chain& chain) {
+      return &chain != flow.chain && chain.start.has_value();
+    });
+    for (const Chain& chain : lane_.chains) add_unknown(flow, chain);
+    return flow;
+  }
+
+  /// Adds the ranks of a chain whose unknown activations' gradients may have made the first bad step: from its stage up
+  /// to the stage of the last witness before.
+  void add_unknown(Flow& flow, const Chain& chain) const {
+    if (flow.is_on_one_rank && &chain != flow.chain && !flow.may_come_from_forward) return;
+    const Step& first = flow.chain->steps[flow.start];
+    const std::string_view layer = layer_of(first.parameter->name);
+    std::size_t top = 0;
+    if (!flow.may_come_from_forward) {
+      const std::size_t end = chain.start ? *chain.start : chain.cells[first.stage].end;
+      for (std::size_t i = end; i-- > 0;) {  // finds the last witness
+        const Step& step = chain.steps[i];
+        if (!lane_.is_witness(step)) continue;
+        // Without an order, what is in one layer may be after it.
+        if (!lane_.is_order_observed && step.stage == first.stage &&
+            layer_of(step.parameter->name) == layer) {
+          continue;
+        }
+        top = std::min(step.stage, first.stage);
+        break;
+      }
+      if (&chain == flow.chain) flow.is_first_of_stage = top != first.stage || end == 0;
+    }
+    const std::size_t bottom = flow.may_come_from_forward ? lane_.stages.size() : first.stage + 1;
+    for (std::size_t s = top; s < bottom; ++s) {
+      flow.stages.insert(lane_.stages[s].pp);
+      flow.ranks.insert(chain.cells[s].ranks.begin(), chain.cells[s].ranks.end());
+    }
+  }
+
+  Lane& lane_;
+};
+
+}  // namespace
+
+bool Lane::is_witness(const Step& step) const {
+  if (step.status != Status::clean || step.parameter->may_be_untouched) return false;
+  if (!step.parameter->is_tp_duplicate) return true;
+  const Stage& stage = stages[step.stage];
+  return !stage.has_unseen && !stage.bad_duplicates.contains(step.parameter->name);
+}
+
+Lane make_lane(const Incident& incident, std::span<const Place* const> places, Phase phase,
+               const BadFilter& keep) {
+  const int pipeline_size = incident.pipeline_size();
+  Lane lane;
+  lane.dp = places.front()->dp;
+  lane.cp = places.front()->cp;
+  std::set<int> pipeline_ranks, chunks{0}, tps;
+  for (const Place* place : places) {
+    pipeline_ranks.insert(place->pp);
+    tps.insert(place->tp);
+    if (place->evidence == nullptr || place->evidence->size() == 0) continue;
+    const Ledger& ledger = place->evidence->ledger();
+    lane.is_order_observed &= ledger.is_backward_order_observed;
+    for (const ParameterRecord& parameter : ledger.backward_order) chunks.insert(parameter.chunk);
+  }
+  lane.has_all_stages = std::ssize(pipeline_ranks) == pipeline_size;
+  std::map<std::pair<int, int>, std::vector<const Place*>> by_cell;  // tp, pp
+  for (const Place* place : places) by_cell[{place->tp, place->pp}].push_back(place);
+  for (const int chunk : chunks) {
+    for (const int pp : pipeline_ranks) {
+      lane.stages.push_back({.index = std::int64_t{chunk} * pipeline_size + pp, .pp = pp});
+    }
+  }
+  std::ranges::sort(lane.stages, std::greater{}, &Stage::index);
+  for (Stage& stage : lane.stages) stage.has_unseen = !incident.unplaced().empty();
+  LaneMaker maker(phase, keep, pipeline_size);
+  for (const int tp : tps) {
+    Chain& chain = lane.chains.emplace_back();
+    chain.tp = tp;
+    for (std::size_t s = 0; s < lane.stages.size(); ++s) {
+      const auto found = by_cell.find({tp, lane.stages[s].pp});
+      if (found != by_cell.end()) {
+        maker.add(lane, chain, s, found->second);
+      } else {
+        chain.cells.emplace_back();
+      }
+    }
+  }
+  if (!have_one_order(lane)) lane.is_order_observed = false;
+  return lane;
+}
+
+std::optional<Flow> find_flow(Lane& lane) {
+  return FlowFinder(lane).find();
+}
+
+}  // namespace nanlocator::inline locate_room::events

@@ -1,0 +1,97 @@
+// Where bad values of a step come from, by one algorithm over events: docs/adr/0008-events.md.
+//
+// An event is a value that was seen bad, or that nobody saw. Edges say which event may have made which
+// other bad; they are computed, never stored. A bad event that no bad event may have made is a source.
+// Its candidates are its own ranks and those of the unknown events that may have made it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "locate/birth_origins.hpp"
+#include "locate/findings.hpp"
+#include "nanlocator/locate/verdict.hpp"
+
+namespace nanlocator::inline locate_room::events {
+
+/// The kinds of values that are scanned, in the order of a step.
+enum class Site : std::uint8_t {
+  weight,    // before the pass
+  sent,      // a rank's input to a collective or message
+  received,  // its result, if every input was finite
+  loss,
+  flow,      // activations' gradients, seen in the gradients of a stretch of parameters
+  gradient,  // of one parameter, before its reduction
+  reduced,   // a gradient after its reduction, or as the optimizer reads it
+  updated,   // a weight after the update; the norm's value; a loss that left all gradients finite
+};
+
+/// A bad event without a bad one before it.
+struct Source {
+  Origin origin;
+  Site site = Site::updated;
+  bool is_open = false;  // an unknown event may have made it: others of its replica may be the same
+  int replica = -1;      // Incident::replica_of, for values that crossed
+  std::string group{};   // of its crossing
+  std::set<int> microbatches{};
+  std::optional<std::int64_t> position{};  // see Sighting
+  std::string first_bad_gradient{};        // in backward order, for a source in backward that crossed
+};
+
+/// The sources found so far, at most as many of a phase as a verdict lists.
+class Sources {
+ public:
+  static constexpr std::size_t kMostPerPhase = 64;
+
+  void add(Source source);
+  /// True if the phase has as many as a verdict lists; then also counts one more.
+  [[nodiscard]] bool is_full(Phase phase);
+  void add_fact(Fact fact) { facts_.push_back(std::move(fact)); }
+
+  [[nodiscard]] std::vector<Source>& all() noexcept { return all_; }
+  /// About the whole verdict.
+  [[nodiscard]] const Facts& facts() const noexcept { return facts_; }
+  [[nodiscard]] const std::map<Phase, std::size_t>& counts() const noexcept { return counts_; }
+
+ private:
+  std::vector<Source> all_;
+  Facts facts_;
+  std::map<Phase, std::size_t> counts_;
+};
+
+/// What the crossings' sources mean for the gradients on a rank.
+struct Crossed {
+  std::set<int> replicas;       // those with a source among their crossings or losses
+  std::set<int> badly_reduced;  // ranks that a reduction among the sources spoiled
+};
+
+/// Each adds the sources among the events of its sites (one file per kind of edge).
+void add_weights(const Findings& seen, Sources& sources);
+[[nodiscard]] Crossed add_crossings(const Findings& seen, Sources& sources);
+void add_gradients(const Findings& seen, const Crossed& crossed, Sources& sources);
+void add_reductions(const Findings& seen, const Crossed& crossed, Sources& sources);
+void add_updates(const Findings& seen, Sources& sources);
+
+/// The sources among gradients that are bad in `phase`, after their reduction, of which some rank did not
+/// report the phase before: the same edges, over what all replicas share.
+void add_shared_gradients(const Findings& seen, const Crossed& crossed,
+                          const std::set<ParameterKey>& keys, Phase phase, Sources& sources);
+
+/// Births of the re-run are events, too: each takes the place of the sources that it may have made bad, unless a
+/// source made it bad.
+[[nodiscard]] std::vector<Origin> refine(const Incident& incident, std::vector<Source> sources,
+                                         std::vector<BornOrigin> born, const RerunOutcome& rerun);
+
+/// A verdict's origins and facts by events. docs/adr/0008-events.md.
+struct EventOrigins {
+  std::vector<Origin> origins;
+  Facts facts;
+};
+[[nodiscard]] EventOrigins origins_of_events(const Findings& seen, const RerunOutcome& rerun);
+
+}  // namespace nanlocator::inline locate_room::events
