@@ -237,32 +237,48 @@ class FlowFinder {
   }
 
   /// Adds the ranks of a chain whose unknown activations' gradients may have made the first bad step: from its stage up
-  /// to the stage of the last witness before.
+  /// to the last witness before it. A stage above with a witness on any tensor-parallel rank received nothing bad, as
+  /// its sums would have spread it.
   void add_unknown(Flow& flow, const Chain& chain) const {
-    if (flow.is_on_one_rank && &chain != flow.chain && !flow.may_come_from_forward) return;
+    const bool is_first = &chain == flow.chain;
+    if (flow.may_come_from_forward) {
+      for (std::size_t s = 0; s < lane_.stages.size(); ++s) add_rank(flow, chain, s);
+      return;
+    }
+    if (flow.is_on_one_rank && !is_first) return;
+    const std::size_t stage = flow.chain->steps[flow.start].stage;
+    const bool is_proven = has_witness_before(flow, chain);
+    if (is_first) flow.is_first_of_stage = !is_proven;
+    add_rank(flow, chain, stage);
+    for (std::size_t s = stage; s > 0 && !is_proven;) {
+      add_rank(flow, chain, --s);
+      if (has_witness(s)) break;
+    }
+  }
+
+  void add_rank(Flow& flow, const Chain& chain, std::size_t stage) const {
+    flow.stages.insert(lane_.stages[stage].pp);
+    flow.ranks.insert(chain.cells[stage].ranks.begin(), chain.cells[stage].ranks.end());
+  }
+
+  bool has_witness(std::size_t stage) const {
+    return std::ranges::any_of(lane_.chains, [&](const Chain& chain) {
+      return std::ranges::any_of(chain.steps_of(stage),
+                                 [&](const Step& step) { return lane_.is_witness(step); });
+    });
+  }
+
+  /// On the stage of the flow's first step, before the chain's own stretch.
+  bool has_witness_before(const Flow& flow, const Chain& chain) const {
     const Step& first = flow.chain->steps[flow.start];
-    const std::string_view layer = layer_of(first.parameter->name);
-    std::size_t top = 0;
-    if (!flow.may_come_from_forward) {
-      const std::size_t end = chain.start ? *chain.start : chain.cells[first.stage].end;
-      for (std::size_t i = end; i-- > 0;) {  // finds the last witness
-        const Step& step = chain.steps[i];
-        if (!lane_.is_witness(step)) continue;
-        // Without an order, what is in one layer may be after it.
-        if (!lane_.is_order_observed && step.stage == first.stage &&
-            layer_of(step.parameter->name) == layer) {
-          continue;
-        }
-        top = std::min(step.stage, first.stage);
-        break;
-      }
-      if (&chain == flow.chain) flow.is_first_of_stage = top != first.stage || end == 0;
+    const Cell& cell = chain.cells[first.stage];
+    for (std::size_t i = cell.begin; i < std::min(cell.end, chain.start.value_or(cell.end)); ++i) {
+      // Without an order, what is in one layer may be after it.
+      const bool is_before = lane_.is_order_observed || layer_of(chain.steps[i].parameter->name) !=
+                                                            layer_of(first.parameter->name);
+      if (is_before && lane_.is_witness(chain.steps[i])) return true;
     }
-    const std::size_t bottom = flow.may_come_from_forward ? lane_.stages.size() : first.stage + 1;
-    for (std::size_t s = top; s < bottom; ++s) {
-      flow.stages.insert(lane_.stages[s].pp);
-      flow.ranks.insert(chain.cells[s].ranks.begin(), chain.cells[s].ranks.end());
-    }
+    return false;
   }
 
   Lane& lane_;
