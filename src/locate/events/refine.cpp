@@ -110,26 +110,24 @@ class Refinement {
   }
 
   /// A call that the trace could not follow made it, of an input that the trace did not see, if a weight of its module
-  /// was bad, or on ranks that had something bad before it. Leaves the other ranks, and returns true if there are none.
+  /// was bad, or on ranks that had something bad before. Leaves the other ranks, and returns true if there are none.
   bool is_receipt(Event& each) const {
     Origin& born = each.birth.origin;
-    std::set<int> kept;
-    bool is_known = false;
+    std::set<int> kept, makers;
     for (const Source& source : sources_) {
       if (is_weight(source) && is_weight_of(source.origin, born)) return true;
       const bool may_be_it = is_computed(source) && born.direction == source.origin.direction &&
-                             may_be_same(each.birth.microbatches, source.microbatches) &&
-                             have_common(born.candidates, source.origin.candidates);
+                             may_be_same(each.birth.microbatches, source.microbatches);
       if (!may_be_it) continue;
-      is_known = true;
       for (const int rank : source.origin.candidates) {
-        if (std::ranges::count(born.candidates, rank) > 0 && !is_after(each.birth, rank, source)) {
-          kept.insert(rank);
-        }
+        if (std::ranges::count(born.candidates, rank) == 0) continue;
+        makers.insert(rank);
+        if (is_after(each.birth, rank, source) != true) kept.insert(rank);
       }
     }
-    if (!is_known || kept.size() == born.candidates.size()) return false;
-    if (kept.empty()) return true;
+    if (makers.empty() || kept.size() == born.candidates.size()) return false;
+    // Lockstep ranks make the same call at the same time: on one of them it was after something bad.
+    if (kept.empty() || each.birth.positions.empty()) return true;
     born.is_on_every_candidate = kept.size() > 1;
     set_candidates(born, incident_, sorted(kept));
     std::erase_if(born.facts, [](const Fact& fact) { return fact.kind == FactKind::same_on_ranks; });
@@ -147,11 +145,11 @@ class Refinement {
            have_common(born.candidates, weight.candidates);
   }
 
-  /// True if the rank issued a crossing between the source and the birth; false if unknown.
-  static bool is_after(const BornOrigin& birth, int rank, const Source& source) {
+  /// True if the rank issued a crossing between the source and the birth; empty if unknown.
+  static std::optional<bool> is_after(const BornOrigin& birth, int rank, const Source& source) {
     const auto position = birth.positions.find(rank);
-    return source.position && position != birth.positions.end() &&
-           position->second > *source.position;
+    if (!source.position || position == birth.positions.end()) return std::nullopt;
+    return position->second > *source.position;
   }
 
   // ---- from a birth to a source ----
