@@ -109,29 +109,24 @@ class Refinement {
     });
   }
 
-  /// A call that the trace could not follow made it, of an input that the trace did not see, if a weight of its module
-  /// was bad, or on ranks that had something bad before. Leaves the other ranks, and returns true if there are none.
-  bool is_receipt(Event& each) const {
-    Origin& born = each.birth.origin;
-    std::set<int> kept, makers;
+  /// A call that the trace could not follow made it, of an input that the trace did not see: if a weight of its module
+  /// was bad, or if one of its ranks had something bad before, in what it sent or from another rank. Ranks make one call
+  /// at one time, so what is a receipt on one of them is none's birth.
+  bool is_receipt(const Event& each) const {
+    const Origin& born = each.birth.origin;
+    std::set<int> makers;
     for (const Source& source : sources_) {
       if (is_weight(source) && is_weight_of(source.origin, born)) return true;
       const bool may_be_it = is_computed(source) && born.direction == source.origin.direction &&
-                             may_be_same(each.birth.microbatches, source.microbatches);
+                             may_be_same(each.birth.microbatches, source.microbatches) &&
+                             have_common(born.candidates, source.origin.candidates);
       if (!may_be_it) continue;
       for (const int rank : source.origin.candidates) {
-        if (std::ranges::count(born.candidates, rank) == 0) continue;
+        if (is_after(each.birth, rank, source)) return true;
         makers.insert(rank);
-        if (is_after(each.birth, rank, source) != true) kept.insert(rank);
       }
     }
-    if (makers.empty() || kept.size() == born.candidates.size()) return false;
-    // Lockstep ranks make the same call at the same time: on one of them it was after something bad.
-    if (kept.empty() || each.birth.positions.empty()) return true;
-    born.is_on_every_candidate = kept.size() > 1;
-    set_candidates(born, incident_, sorted(kept));
-    std::erase_if(born.facts, [](const Fact& fact) { return fact.kind == FactKind::same_on_ranks; });
-    return false;
+    return !makers.empty() && !std::ranges::includes(makers, born.candidates);
   }
 
   /// A gather for several modules has the weights of all of them.
@@ -145,11 +140,11 @@ class Refinement {
            have_common(born.candidates, weight.candidates);
   }
 
-  /// True if the rank issued a crossing between the source and the birth; empty if unknown.
-  static std::optional<bool> is_after(const BornOrigin& birth, int rank, const Source& source) {
+  /// True if the rank issued a crossing between the source and the birth; false if unknown.
+  static bool is_after(const BornOrigin& birth, int rank, const Source& source) {
     const auto position = birth.positions.find(rank);
-    if (!source.position || position == birth.positions.end()) return std::nullopt;
-    return position->second > *source.position;
+    return source.position && position != birth.positions.end() &&
+           position->second > *source.position;
   }
 
   // ---- from a birth to a source ----
