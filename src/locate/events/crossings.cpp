@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "locate/events/events.hpp"
+#include "locate/events/fold.hpp"
 #include "locate/origin_facts.hpp"
 
 namespace nanlocator::inline locate_room::events {
@@ -389,6 +390,7 @@ class CrossingSources {
     });
     const auto merge = [](Source& first, Source& other) { first.microbatches.merge(other.microbatches); };
     fold_by(
+        found_,
         [](const Source& each) {
           const Origin& origin = each.origin;
           return std::optional(std::tuple(origin.candidates, each.site, each.is_open, origin.phase,
@@ -407,6 +409,7 @@ class CrossingSources {
     });
     using Collective = std::tuple<std::vector<int>, Cause, std::string, std::string>;
     fold_by(
+        found_,
         [](const Source& each) -> std::optional<Collective> {
           const Fact& fact = each.origin.facts.front();
           if (fact.kind != FactKind::collective_changed) return std::nullopt;
@@ -416,23 +419,6 @@ class CrossingSources {
           add_elsewhere(first.origin, FactKind::same_collective_elsewhere, place_of(other.origin));
           merge(first, other);
         });
-  }
-
-  template <typename KeyOf, typename Merge>
-  void fold_by(KeyOf key_of_source, Merge merge) {
-    std::map<typename decltype(key_of_source(found_.front()))::value_type, std::size_t> known;
-    std::vector<Source> kept;
-    for (Source& each : found_) {
-      if (auto key = key_of_source(each)) {
-        const auto [entry, is_new] = known.try_emplace(*std::move(key), kept.size());
-        if (!is_new) {
-          merge(kept[entry->second], each);
-          continue;
-        }
-      }
-      kept.push_back(std::move(each));
-    }
-    found_ = std::move(kept);
   }
 
   // ---- shared ----

@@ -32,7 +32,7 @@ EventOrigins origins_of_events(const Findings& seen, const RerunOutcome& rerun) 
   }
   const bool has_crossings = !seen.crossings().events().empty();
   found.origins = refine(seen.incident(), std::move(sources.all()),
-                         origins_of_births(seen.incident(), has_crossings), rerun);
+                         births_of(seen.incident(), has_crossings), rerun);
   return found;
 }
 

@@ -82,10 +82,24 @@ void add_updates(const Findings& seen, Sources& sources);
 void add_shared_gradients(const Findings& seen, const Crossed& crossed,
                           const std::set<ParameterKey>& keys, Phase phase, Sources& sources);
 
-/// Births of the re-run are events, too: each takes the place of the sources that it may have made bad, unless a
-/// source made it bad.
+/// An event of the re-run: a birth, on all ranks and in all microbatches in which it happened.
+struct Born {
+  Origin origin;
+  bool is_receipt = false;  // it came out of a collective
+  bool is_opaque = false;   // it was computed off the dispatcher, as far as the trace could follow
+  std::set<int> replicas{};  // of its ranks, and of those that received it
+  std::set<int> microbatches{};
+  std::set<std::string> reached{};           // parameters whose gradients it made bad
+  std::map<int, std::int64_t> positions{};   // of each rank's first, where known
+  std::map<int, double> addends{};           // of a reduction's result: the largest that each rank put in
+};
+/// In the order of the ranks' ledgers. What came out of a collective is a birth only if no other birth, no crossing of
+/// its group in the first pass and no other member's receipt explains it.
+[[nodiscard]] std::vector<Born> births_of(const Incident& incident, bool has_crossings);
+
+/// Each birth takes the place of the sources that it may have made bad, unless a source made it bad.
 [[nodiscard]] std::vector<Origin> refine(const Incident& incident, std::vector<Source> sources,
-                                         std::vector<BornOrigin> born, const RerunOutcome& rerun);
+                                         std::vector<Born> born, const RerunOutcome& rerun);
 
 /// A verdict's origins and facts by events. docs/adr/0008-events.md.
 struct EventOrigins {

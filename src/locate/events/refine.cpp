@@ -17,7 +17,7 @@ namespace nanlocator::inline locate_room::events {
 namespace {
 
 /// Limit on the facts that a birth takes from the sources that it explains.
-constexpr int kMostAdopted = 2;
+constexpr std::ptrdiff_t kMostAdopted = 2;
 
 template <typename Set>
 bool have_common(const std::vector<int>& ranks, const Set& others) {
@@ -41,25 +41,22 @@ bool is_computed(const Source& source) {
 
 class Refinement {
  public:
-  Refinement(const Incident& incident, std::vector<Source> sources, std::vector<BornOrigin> births,
+  Refinement(const Incident& incident, std::vector<Source> sources, std::vector<Born> births,
              const RerunOutcome& rerun)
-      : incident_(incident), sources_(std::move(sources)), rerun_(rerun) {
-    for (BornOrigin& each : births) {
-      std::set<int> replicas = replicas_of(each.origin.candidates);
-      replicas.merge(replicas_of(each.receivers));
-      births_.push_back({std::move(each), std::move(replicas)});
-    }
-  }
+      : incident_(incident),
+        sources_(std::move(sources)),
+        births_(std::move(births)),
+        rerun_(rerun) {}
 
   std::vector<Origin> run() {
-    std::erase_if(births_, [&](Event& each) { return each.birth.is_received && is_sent(each); });
-    std::erase_if(births_, [&](Event& each) { return each.birth.is_opaque && is_receipt(each); });
-    for (Event& each : births_) adopt_neighbours(each.birth.origin);
+    std::erase_if(births_, [&](Born& each) { return each.is_receipt && is_sent(each); });
+    std::erase_if(births_, [&](Born& each) { return each.is_opaque && is_receipt(each); });
+    for (Born& each : births_) adopt_neighbours(each.origin);
     const Facts facts = facts_of_rerun(incident_, rerun_);
     std::vector<Origin> left;
     for (Source& source : sources_) {
       const auto birth =
-          std::ranges::find_if(births_, [&](const Event& each) { return may_make(each, source); });
+          std::ranges::find_if(births_, [&](const Born& each) { return may_make(each, source); });
       if (birth != births_.end()) {
         adopt(*birth, source);
       } else {
@@ -68,8 +65,8 @@ class Refinement {
       }
     }
     std::vector<Origin> origins;
-    for (Event& each : births_) {
-      Origin& origin = each.birth.origin;
+    for (Born& each : births_) {
+      Origin& origin = each.origin;
       origin.facts.insert(origin.facts.end(), facts.begin(), facts.end());
       if (rerun_.reproduced == false) mark_as_gone(origin);
       origins.push_back(std::move(origin));
@@ -80,12 +77,6 @@ class Refinement {
   }
 
  private:
-  struct Event {
-    BornOrigin birth;
-    std::set<int> replicas;
-    int adopted = 0;
-  };
-
   std::set<int> replicas_of(const std::vector<int>& ranks) const {
     std::set<int> replicas;
     for (const int rank : ranks) {
@@ -100,29 +91,29 @@ class Refinement {
 
   /// What came out of a collective, if a source shows the collective that made it of finite parts, or the weight that
   /// was gathered.
-  bool is_sent(const Event& each) const {
+  bool is_sent(const Born& each) const {
     return std::ranges::any_of(sources_, [&](const Source& source) {
       const bool is_of_collective = source.origin.cause == Cause::collective_result ||
                                     source.origin.cause == Cause::collective_sum;
       return is_weight(source) ||
-             (is_of_collective && have_common(each.birth.origin.candidates, source.origin.candidates));
+             (is_of_collective && have_common(each.origin.candidates, source.origin.candidates));
     });
   }
 
   /// A call that the trace could not follow made it, of an input that the trace did not see: if a weight of its module
   /// was bad, or if one of its ranks had something bad before, in what it sent or from another rank. Ranks make one call
   /// at one time, so what is a receipt on one of them is none's birth.
-  bool is_receipt(const Event& each) const {
-    const Origin& born = each.birth.origin;
+  bool is_receipt(const Born& each) const {
+    const Origin& born = each.origin;
     std::set<int> makers;
     for (const Source& source : sources_) {
       if (is_weight(source) && is_weight_of(source.origin, born)) return true;
       const bool may_be_it = is_computed(source) && born.direction == source.origin.direction &&
-                             may_be_same(each.birth.microbatches, source.microbatches) &&
+                             may_be_same(each.microbatches, source.microbatches) &&
                              have_common(born.candidates, source.origin.candidates);
       if (!may_be_it) continue;
       for (const int rank : source.origin.candidates) {
-        if (is_after(each.birth, rank, source)) return true;
+        if (is_after(each, rank, source)) return true;
         makers.insert(rank);
       }
     }
@@ -141,7 +132,7 @@ class Refinement {
   }
 
   /// True if the rank issued a crossing between the source and the birth; false if unknown.
-  static bool is_after(const BornOrigin& birth, int rank, const Source& source) {
+  static bool is_after(const Born& birth, int rank, const Source& source) {
     const auto position = birth.positions.find(rank);
     return source.position && position != birth.positions.end() &&
            position->second > *source.position;
@@ -149,8 +140,8 @@ class Refinement {
 
   // ---- from a birth to a source ----
 
-  bool may_make(const Event& each, const Source& source) const {
-    const Origin &born = each.birth.origin, &seen = source.origin;
+  bool may_make(const Born& each, const Source& source) const {
+    const Origin &born = each.origin, &seen = source.origin;
     const bool has_rank = have_common(born.candidates, seen.candidates);
     const bool is_of_weight = born.cause == Cause::bad_weight;
     const auto has_replica = [&] {
@@ -161,7 +152,7 @@ class Refinement {
     const bool is_in_time = (born.direction == seen.direction ||
                              (born.direction == Direction::forward &&
                               seen.direction == Direction::backward)) &&
-                            may_be_same(each.birth.microbatches, source.microbatches);
+                            may_be_same(each.microbatches, source.microbatches);
     if (source.is_open) return (is_in_time || is_of_weight) && has_replica();
     switch (source.site) {
       case Site::weight:
@@ -176,7 +167,7 @@ class Refinement {
       case Site::gradient:
         if (seen.phase != Phase::grad_local) return has_rank;
         return is_bad_again(source) != false &&
-               (has_rank || has_replica() || each.birth.reached.contains(seen.parameter));
+               (has_rank || has_replica() || each.reached.contains(seen.parameter));
       case Site::reduced:
         return has_rank && born.phase > Phase::backward;
       case Site::updated:
@@ -199,8 +190,8 @@ class Refinement {
     }
   }
 
-  static void adopt(Event& each, const Source& source) {
-    Origin& born = each.birth.origin;
+  static void adopt(Born& each, const Source& source) {
+    Origin& born = each.origin;
     const Origin& seen = source.origin;
     // The trace sees zero over zero; only the loss shows that no label was counted.
     const bool is_quotient = born.phase == Phase::loss || born.op.starts_with("aten::div");
@@ -208,8 +199,8 @@ class Refinement {
         born.cause == Cause::unknown || born.cause == Cause::operator_undefined;
     if (seen.cause == Cause::empty_loss_mask && is_quotient && is_undefined) born.cause = seen.cause;
     if (is_weight(source)) adopt_copies(born, seen);
-    if (!is_computed(source) || each.adopted == kMostAdopted) return;
-    ++each.adopted;
+    const auto adopted = std::ranges::count(born.facts, FactSource::first_pass, &Fact::source);
+    if (!is_computed(source) || adopted == kMostAdopted) return;
     born.facts.push_back(seen.facts.front());
     born.facts.back().source = FactSource::first_pass;
   }
@@ -289,7 +280,7 @@ class Refinement {
         if (is_bad_again(source) == false) return true;
         // A birth in the replica made the gradients bad again: they say nothing about this.
         const std::set<int> replicas = replicas_of(source.origin.candidates);
-        return std::ranges::any_of(births_, [&](const Event& each) {
+        return std::ranges::any_of(births_, [&](const Born& each) {
           return std::ranges::any_of(replicas, [&](int one) { return each.replicas.contains(one); });
         });
       }
@@ -347,14 +338,14 @@ class Refinement {
 
   const Incident& incident_;
   std::vector<Source> sources_;
-  std::vector<Event> births_;
+  std::vector<Born> births_;
   const RerunOutcome& rerun_;
 };
 
 }  // namespace
 
 std::vector<Origin> refine(const Incident& incident, std::vector<Source> sources,
-                           std::vector<BornOrigin> born, const RerunOutcome& rerun) {
+                           std::vector<Born> born, const RerunOutcome& rerun) {
   return Refinement(incident, std::move(sources), std::move(born), rerun).run();
 }
 
