@@ -157,7 +157,7 @@ class CrossingSources {
       if (!is_whole) facts.push_back({.kind = FactKind::ledger_cut_off});
       if (!is_empty_loss) facts.push_back({.kind = FactKind::missing_operator});
     }
-    add(std::move(origin), is_loss ? Site::loss : Site::sent, is_open, sighting,
+    add(std::move(origin), Site::computed, is_open, sighting,
         replica_of(first.rank->rank()));
   }
 
@@ -480,6 +480,7 @@ class CrossingSources {
 
   void add(Origin origin, Site site, bool is_open, const Sighting& sighting, int replica) {
     Source source{.origin = std::move(origin), .site = site, .is_open = is_open, .replica = replica};
+    if (site == Site::received && !is_open) source.since.reset();
     if (sighting.microbatch) source.microbatches.insert(*sighting.microbatch);
     source.position = sighting.position;
     if (sighting.crossing) source.group = sighting.crossing->group;

@@ -19,22 +19,29 @@
 
 namespace nanlocator::inline locate_room::events {
 
-/// The kinds of values that are scanned, in the order of a step.
+/// What was seen of a source.
 enum class Site : std::uint8_t {
   weight,    // before the pass
-  sent,      // a rank's input to a collective or message
-  received,  // its result, if every input was finite
-  loss,
-  flow,      // activations' gradients, seen in the gradients of a stretch of parameters
-  gradient,  // of one parameter, before its reduction
-  reduced,   // a gradient after its reduction, or as the optimizer reads it
-  updated,   // a weight after the update; the norm's value; a loss that left all gradients finite
+  computed,  // a rank's input to a collective or message, or its loss
+  received,  // the result of a collective or message
+  flow,      // activations' gradients, in a stretch of parameters' gradients
+  gradient,  // of one parameter
+  late,      // after backward; or a loss that left all gradients finite
 };
+
+/// The parts of a step, in order.
+enum class Part : std::uint8_t { forward, backward, late };
+[[nodiscard]] constexpr Part part_of(Phase phase) {
+  if (phase <= Phase::loss) return Part::forward;
+  return phase <= Phase::grad_local ? Part::backward : Part::late;
+}
 
 /// A bad event without a bad one before it.
 struct Source {
   Origin origin;
-  Site site = Site::updated;
+  Site site = Site::late;
+  /// In earlier parts, everything that it depends on was finite. Empty: everything was, up to this event.
+  std::optional<Part> since = Part::forward;
   bool is_open = false;  // an unknown event may have made it: others of its replica may be the same
   int replica = -1;      // Incident::replica_of, for values that crossed
   std::string group{};   // of its crossing

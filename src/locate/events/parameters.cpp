@@ -155,7 +155,7 @@ class Reductions {
         unknown.insert(*key);
       }
     }
-    for (Origin& origin : sums) sources_.add({.origin = std::move(origin), .site = Site::reduced});
+    for (Origin& origin : sums) sources_.add({.origin = std::move(origin), .since = Part::late});
     for (const auto& [ranks, found] : copies) {
       const auto& [bad, count] = found;
       Origin origin = origin_on(seen_, Phase::grad_reduced, Cause::unknown, Confidence::medium, ranks, *bad);
@@ -297,7 +297,7 @@ class Reductions {
                             .bad = bad_count(read.first->front().bad->sighting->stats)});
     origin.facts.push_back({.kind = FactKind::between_reduction_and_norm, .other_ranks = is_shared});
     add_blind_evidence(origin, blind);
-    sources_.add({.origin = std::move(origin), .site = Site::reduced});
+    sources_.add({.origin = std::move(origin), .since = Part::late});
   }
 
   const Findings& seen_;
@@ -369,7 +369,7 @@ void add_norm(const Incident& incident, const RankEvidence& witness, Sources& so
     facts.push_back({.kind = FactKind::missing_largest});
   }
   add_unknown_gradients(origin, unknown);
-  sources.add({.origin = std::move(origin)});
+  sources.add({.origin = std::move(origin), .since = Part::late});
 }
 
 void add_updated(const Findings& seen, const BadList& bad, const std::set<int>& unknown,
@@ -386,7 +386,7 @@ void add_updated(const Findings& seen, const BadList& bad, const std::set<int>& 
   add_unknown_gradients(origin, unknown);
   add_gathered_evidence(origin, owners, ranks);
   origin.facts.push_back({.kind = FactKind::update_is_left, .other_ranks = owners.empty()});
-  sources.add({.origin = std::move(origin)});
+  sources.add({.origin = std::move(origin), .since = Part::late});
 }
 
 /// Zero times NaN on a masked token, or a mean over no labels, whose derivative autograd takes as zero.

@@ -34,9 +34,9 @@ bool is_weight(const Source& source) {
   return source.site == Site::weight;
 }
 
-/// What a rank computed, and sent or had as its loss; not what an unknown event made.
+/// What a rank computed, and no unknown event made.
 bool is_computed(const Source& source) {
-  return !source.is_open && (source.site == Site::sent || source.site == Site::loss);
+  return source.site == Site::computed && !source.is_open;
 }
 
 class Refinement {
@@ -140,40 +140,23 @@ class Refinement {
 
   // ---- from a birth to a source ----
 
+  /// True if the birth lies between the last finite and the first bad event, on a rank where unknown events do, too.
   bool may_make(const Born& each, const Source& source) const {
     const Origin &born = each.origin, &seen = source.origin;
-    const bool has_rank = have_common(born.candidates, seen.candidates);
     const bool is_of_weight = born.cause == Cause::bad_weight;
-    const auto has_replica = [&] {
-      return std::ranges::any_of(replicas_of(seen.candidates),
-                                 [&](int replica) { return each.replicas.contains(replica); });
-    };
-    // What is born in forward may first be sent in backward: in a recomputed forward, or for an auxiliary loss.
-    const bool is_in_time = (born.direction == seen.direction ||
-                             (born.direction == Direction::forward &&
-                              seen.direction == Direction::backward)) &&
+    if (is_weight(source)) return is_of_weight && have_common(born.candidates, seen.candidates);
+    if (!source.since || is_bad_again(source) == false) return false;
+    const Part part = part_of(born.phase);
+    const bool is_in_time = *source.since <= part && part <= part_of(seen.phase) &&
                             may_be_same(each.microbatches, source.microbatches);
-    if (source.is_open) return (is_in_time || is_of_weight) && has_replica();
-    switch (source.site) {
-      case Site::weight:
-        return has_rank && is_of_weight;
-      case Site::sent:
-      case Site::loss:
-        return has_rank && (is_in_time || is_of_weight);
-      case Site::received:
-        return false;  // its inputs were finite
-      case Site::flow:
-        return seen.phase == Phase::grad_local ? has_replica() : has_rank;
-      case Site::gradient:
-        if (seen.phase != Phase::grad_local) return has_rank;
-        return is_bad_again(source) != false &&
-               (has_rank || has_replica() || each.reached.contains(seen.parameter));
-      case Site::reduced:
-        return has_rank && born.phase > Phase::backward;
-      case Site::updated:
-        return has_rank;
-    }
-    return false;
+    // A weight may be read in any microbatch.
+    if (!is_in_time && !(is_of_weight && *source.since == Part::forward)) return false;
+    if (have_common(born.candidates, seen.candidates)) return true;
+    // Within a replica, it may have come by ways that nobody scanned.
+    if (!source.is_open && seen.phase != Phase::grad_local) return false;
+    return each.reached.contains(seen.parameter) ||
+           std::ranges::any_of(replicas_of(seen.candidates),
+                               [&](int replica) { return each.replicas.contains(replica); });
   }
 
   /// Only the first pass shows the finite parameters around a fault, and the first gradient that it made bad.
@@ -271,8 +254,7 @@ class Refinement {
       case Site::flow:
       case Site::gradient:
         return is_bad_again(source) == false;
-      case Site::sent:
-      case Site::loss:
+      case Site::computed:
       case Site::received: {
         const bool has_finished = std::ranges::all_of(
             source.origin.candidates, [&](int rank) { return finished_rerun_of(rank) != nullptr; });
