@@ -107,22 +107,10 @@ class Births {
         collective_kind_of(receipt.birth->sighting.op) == CollectiveKind::broadcast;
     for (Born& each : born_) {
       const bool is_from = !name.empty() ? name == each.origin.parameter
-                                         : !has_crossings_ || (is_broadcast && was_sent_by(each, receipt));
+                                         : (!has_crossings_ || is_broadcast) &&
+                                               is_member(receipt, each.origin.candidates.front());
       if (is_from) each.replicas.insert(replica_of(receipt.rank->rank()));
     }
-  }
-
-  /// The first pass saw the broadcast's input bad on the birth's rank.
-  bool was_sent_by(const Born& each, const Root& receipt) const {
-    return std::ranges::any_of(each.origin.candidates, [&](int rank) {
-      const RankEvidence* const sender = incident_.find(rank);
-      return sender != nullptr &&
-             std::ranges::any_of(sender->ledger().sightings, [&](const Sighting& sent) {
-               return sent.op == receipt.birth->sighting.op && sent.crossing &&
-                      sent.crossing->members == receipt.birth->members &&
-                      sent.role.kind() == RoleKind::sent;
-             });
-    });
   }
 
   // ---- one cause ----

@@ -145,7 +145,8 @@ class Refinement {
     const Origin &born = each.origin, &seen = source.origin;
     const bool is_of_weight = born.cause == Cause::bad_weight;
     if (is_weight(source)) return is_of_weight && have_common(born.candidates, seen.candidates);
-    if (!source.since || is_bad_again(source) == false) return false;
+    if (!source.since) return false;
+    if (source.site == Site::gradient && is_bad_again(source) == false) return false;
     const Part part = part_of(born.phase);
     const bool is_in_time = *source.since <= part && part <= part_of(seen.phase) &&
                             may_be_same(each.microbatches, source.microbatches);
