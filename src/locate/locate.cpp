@@ -21,6 +21,7 @@
 #include "locate/merge_births.hpp"
 #include "locate/races.hpp"
 #include "locate/reduction_rules.hpp"
+#include "locate/rerun_facts.hpp"
 #include "locate/step_rules.hpp"
 #include "nanlocator/locate/cause_table.hpp"
 

@@ -13,7 +13,6 @@
 #include <string>
 #include <vector>
 
-#include "locate/birth_origins.hpp"
 #include "locate/findings.hpp"
 #include "nanlocator/locate/verdict.hpp"
 
