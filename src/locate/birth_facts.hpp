@@ -1,4 +1,5 @@
-// One rank's births that made its step bad, and what each of them says about its origin: cause, detail, facts.
+// One rank's births that made its step bad, and what each of them says about its origin: cause,
+// detail, facts.
 #pragma once
 
 #include <vector>

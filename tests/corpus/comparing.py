@@ -15,7 +15,6 @@ from typing import Any
 
 from storage import Case, Corpus, Facts
 
-
 #: What an origin accuses.
 PLACE = ("candidates", "phase", "module", "operator", "parameter", "cause")
 
@@ -85,9 +84,7 @@ def compare(
     )
 
 
-def _compare_source(
-    corpus: Corpus, program: Path, source: str, engine: str
-) -> tuple[int, list[Difference]]:
+def _compare_source(corpus: Corpus, program: Path, source: str, engine: str) -> tuple[int, list[Difference]]:
     stored, now = corpus.facts(source), judge_text(program, corpus.text(source), engine)
     if engine != "rules":
         for record in [*stored.values(), *now.values()]:

@@ -10,7 +10,7 @@ examples:
   tools/corpus --json                       the same for programs
   tools/corpus show 3f2a9c01e2              one case: its ledgers in short, and its facts
   tools/corpus show 3f2a9c01e2 --ledgers    its ledgers, as in a run's file, for nanlocator report
-  tools/corpus --engine events              what the engine of src/locate/events accuses, and locate() does not
+  tools/corpus --engine events              where src/locate/events accuses otherwise than locate()
   tools/corpus --accept                     the differences are right: writes them into tests/corpus/facts
   tools/corpus --accept 3f2a9c01e2          the same for these cases only
   tools/corpus --collect                    runs both suites, stores cases that show something new

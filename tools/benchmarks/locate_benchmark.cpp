@@ -140,10 +140,11 @@ int main(int count, char** arguments) {
     const int world = std::atoi(arguments[i]);
     if (world < 128 || world % 128 != 0) {
       const bool is_help = std::string(arguments[i]) == "--help";
-      std::fprintf(is_help ? stdout : stderr,
-                   "tools/bench locate [--events] [RANKS ...]   multiples of 128; 1024 to 16384 by default\n"
-                   "--events: origins by src/locate/events\n"
-                   "example: tools/bench locate 1024 16384\n");
+      std::fprintf(
+          is_help ? stdout : stderr,
+          "tools/bench locate [--events] [RANKS ...]   multiples of 128; 1024 to 16384 by default\n"
+          "--events: origins by src/locate/events\n"
+          "example: tools/bench locate 1024 16384\n");
       return is_help ? 0 : 2;
     }
     sizes.push_back(world);

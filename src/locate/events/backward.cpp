@@ -99,7 +99,8 @@ class FlowFinder {
       close(chain);
       bad_steps += chain.bad_steps;
     }
-    // A single bad gradient at the very end has not visibly spread, unless no rank can say what came before or after.
+    // A single bad gradient at the very end has not visibly spread, unless no rank can say what
+    // came before or after.
     const bool is_flow = std::ranges::any_of(lane_.chains, [&](const Chain& chain) {
       return chain.bad_steps > 0 && (bad_steps > 1 || !chain.has_witness || is_end_unseen(chain));
     });
@@ -137,8 +138,9 @@ class FlowFinder {
     return {chain.steps[i].stage, layer_of(chain.steps[i].parameter->name)};
   }
 
-  /// Moves `start` back to the first bad step of its layer, which may have parallel branches. If the order was not
-  /// observed, the steps of a layer have none, and the last witness's own layer counts, too.
+  /// Moves `start` back to the first bad step of its layer, which may have parallel branches. If
+  /// the order was not observed, the steps of a layer have none, and the last witness's own layer
+  /// counts, too.
   void extend_over_layer(Chain& chain) const {
     std::size_t from = *chain.later_start;
     if (lane_.is_order_observed && layer_at(chain, from).second.empty()) return;
@@ -152,8 +154,8 @@ class FlowFinder {
     }
   }
 
-  /// The chains that had it before the next sum could spread it: a sharded parameter of their stretch, bad here, is
-  /// finite on another chain.
+  /// The chains that had it before the next sum could spread it: a sharded parameter of their
+  /// stretch, bad here, is finite on another chain.
   template <typename StartOf>
   std::set<const Chain*> chains_ahead(StartOf start_of) const {
     std::set<std::pair<std::size_t, std::string_view>> finite;
@@ -184,7 +186,8 @@ class FlowFinder {
     return place(a) < place(b);
   }
 
-  /// True if `a`'s stretch has a bad step that is not bad in `b`'s. Other experts and other rows say nothing.
+  /// True if `a`'s stretch has a bad step that is not bad in `b`'s. Other experts and other rows
+  /// say nothing.
   static bool has_bad_that_lacks(const Chain& a, const Chain& b) {
     std::set<std::pair<std::size_t, std::string_view>> of_b;
     for (std::size_t i = *b.start; i < b.steps.size(); ++i) {
@@ -236,9 +239,9 @@ class FlowFinder {
     return flow;
   }
 
-  /// Adds the ranks of a chain whose unknown activations' gradients may have made the first bad step: from its stage up
-  /// to the last witness before it. A stage above with a witness on any tensor-parallel rank received nothing bad, as
-  /// its sums would have spread it.
+  /// Adds the ranks of a chain whose unknown activations' gradients may have made the first bad
+  /// step: from its stage up to the last witness before it. A stage above with a witness on any
+  /// tensor-parallel rank received nothing bad, as its sums would have spread it.
   void add_unknown(Flow& flow, const Chain& chain) const {
     const bool is_first = &chain == flow.chain;
     if (flow.may_come_from_forward) {

@@ -1,8 +1,9 @@
-// Backward order: a bad gradient of an activation makes the gradient of every parameter bad that backward visits later,
-// on its rank, on the stages below and, after the next tensor-parallel sum, on the other tensor-parallel ranks.
+// Backward order: a bad gradient of an activation makes the gradient of every parameter bad that
+// backward visits later, on its rank, on the stages below and, after the next tensor-parallel sum,
+// on the other tensor-parallel ranks.
 //
-// The activations' gradients are not scanned: they are the unknown events of these edges. A finite gradient of a
-// parameter proves those finite that backward computed before it (is_witness).
+// The activations' gradients are not scanned: they are the unknown events of these edges. A finite
+// gradient of a parameter proves those finite that backward computed before it (is_witness).
 #pragma once
 
 #include <cstddef>
@@ -42,8 +43,8 @@ struct Chain {
   int tp = 0;
   std::vector<Cell> cells;  // by stage
   std::vector<Step> steps;
-  /// The stretch of bad steps at its end begins at `start`, or at `later_start` if finite steps of one layer are on a
-  /// parallel branch (q's gradient is bad, k's is finite). Empty: there is none.
+  /// The stretch of bad steps at its end begins at `start`, or at `later_start` if finite steps of
+  /// one layer are on a parallel branch (q's gradient is bad, k's is finite). Empty: there is none.
   std::optional<std::size_t> start, later_start;
   std::size_t bad_steps = 0;  // from `later_start` on
   bool has_witness = false;
@@ -70,23 +71,24 @@ struct Lane {
   bool is_order_observed = true;
   bool has_all_stages = true;
 
-  /// True if `step` is finite and a flow would have made it bad. Not a parameter that a batch may leave untouched, nor
-  /// a tensor-parallel duplicate that is bad or unknown on another rank of its stage: with sequence parallelism a rank
-  /// sees only its own tokens.
+  /// True if `step` is finite and a flow would have made it bad. Not a parameter that a batch may
+  /// leave untouched, nor a tensor-parallel duplicate that is bad or unknown on another rank of its
+  /// stage: with sequence parallelism a rank sees only its own tokens.
   [[nodiscard]] bool is_witness(const Step& step) const;
 };
 
-/// The stretch of gradients through which a bad gradient of an activation passed to the end of backward.
+/// The stretch of gradients through which a bad gradient of an activation passed to the end of
+/// backward.
 struct Flow {
   const Chain* chain = nullptr;
   std::size_t start = 0;  // into its steps
   std::size_t bad_steps = 0;
   bool may_come_from_forward = false;  // nothing on some chain proves its first gradient finite
   bool is_first_of_stage = false;      // nothing on its stage proves what it received finite
-  bool is_on_one_rank = false;         // a sharded parameter shows that one tensor-parallel rank was ahead
-  bool has_reached_others = false;     // of the tensor-parallel ranks
-  std::set<int> ranks;                 // on which the first bad gradient of an activation may have been
-  std::set<int> stages;                // pp ranks of these
+  bool is_on_one_rank = false;  // a sharded parameter shows that one tensor-parallel rank was ahead
+  bool has_reached_others = false;  // of the tensor-parallel ranks
+  std::set<int> ranks;   // on which the first bad gradient of an activation may have been
+  std::set<int> stages;  // pp ranks of these
 };
 
 [[nodiscard]] Lane make_lane(const Incident& incident, std::span<const Place* const> places,

@@ -1,5 +1,6 @@
-// Births of the re-run as events. Edges: from a birth to its descendants on the rank (birth_facts.hpp), and the exchange
-// in a collective of the re-run, from what a member sent to what another received.
+// Births of the re-run as events. Edges: from a birth to its descendants on the rank
+// (birth_facts.hpp), and the exchange in a collective of the re-run, from what a member sent to
+// what another received.
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -27,8 +28,7 @@ bool is_receipt(const Root& root) {
 
 bool is_member(const Root& receipt, int rank) {
   const RankList& members = receipt.birth->members;
-  return members == RankList() ||
-         std::ranges::any_of(members.runs(), [&](const RankRun& run) {
+  return members == RankList() || std::ranges::any_of(members.runs(), [&](const RankRun& run) {
            return run.first <= rank && rank <= run.last && (rank - run.first) % run.step == 0;
          });
 }
@@ -63,15 +63,16 @@ class Births {
  private:
   // ---- the exchange ----
 
-  /// Takes the receipts that something else explains: a birth, the first pass's crossings, or another member that had
-  /// something bad to send.
+  /// Takes the receipts that something else explains: a birth, the first pass's crossings, or
+  /// another member that had something bad to send.
   std::vector<Root> take_explained() {
     std::map<int, Phase> senders;  // the first phase of what they sent bad
     bool has_birth = false;
     for (const Root& root : roots_) {
       has_birth |= !is_receipt(root);
       if (!has_sent(root)) continue;
-      auto& phase = senders.try_emplace(root.rank->rank(), root.birth->sighting.phase).first->second;
+      auto& phase =
+          senders.try_emplace(root.rank->rank(), root.birth->sighting.phase).first->second;
       phase = std::min(phase, root.birth->sighting.phase);
     }
     std::vector<Root> receipts;
@@ -115,10 +116,11 @@ class Births {
 
   // ---- one cause ----
 
-  /// One operator's birth on several ranks and in several microbatches is one: 0/0 in one of them and 1/0 in another
-  /// are one division by zero.
+  /// One operator's birth on several ranks and in several microbatches is one: 0/0 in one of them
+  /// and 1/0 in another are one division by zero.
   void join() {
-    using Identity = std::tuple<BirthKind, Phase, std::string, std::string, std::string, std::string>;
+    using Identity =
+        std::tuple<BirthKind, Phase, std::string, std::string, std::string, std::string>;
     std::map<Identity, std::size_t> known;
     for (const Root& root : roots_) {
       const Birth& birth = *root.birth;
@@ -128,10 +130,10 @@ class Births {
           {kind, place.phase, place.module, place.op, place.role.text(), place.parameter},
           born_.size());
       if (is_new) {
-        born_.push_back({.origin = origin_of(root),
-                         .is_receipt = is_receipt(root),
-                         .is_opaque = birth.kind == BirthKind::opaque ||
-                                      birth.kind == BirthKind::kernel});
+        born_.push_back(
+            {.origin = origin_of(root),
+             .is_receipt = is_receipt(root),
+             .is_opaque = birth.kind == BirthKind::opaque || birth.kind == BirthKind::kernel});
       }
       Born& each = born_[entry->second];
       const int rank = root.rank->rank();
@@ -186,7 +188,8 @@ class Births {
           const Origin& origin = each.origin;
           const auto kind = elsewhere_of(origin);
           if (!kind) return std::nullopt;
-          return Code(*kind, origin.op, origin.facts.front().group, origin.cause, origin.candidates);
+          return Code(*kind, origin.op, origin.facts.front().group, origin.cause,
+                      origin.candidates);
         },
         [](Born& first, Born& other) {
           add_elsewhere(first.origin, *elsewhere_of(first.origin), place_of(other.origin));
@@ -237,7 +240,8 @@ class Births {
     }
   }
 
-  /// The tensor-parallel peers, which make the same call on the same tensor or on other parts of it, that were finite.
+  /// The tensor-parallel peers, which make the same call on the same tensor or on other parts of
+  /// it, that were finite.
   void add_peers(Origin& origin) const {
     if (origin.op.empty() || !has_fact(origin.facts, FactKind::made_from_finite)) return;
     const Place& own = *incident_.place_of(origin.candidates.front());

@@ -1,5 +1,5 @@
-// Sources among values that crossed between ranks, and losses. Edges: program order on a rank, and the exchange in a
-// collective or message (locate/crossings.hpp has both).
+// Sources among values that crossed between ranks, and losses. Edges: program order on a rank, and
+// the exchange in a collective or message (locate/crossings.hpp has both).
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -64,8 +64,8 @@ class CrossingSources {
 
   // ---- sinks ----
 
-  /// What reached neither a loss nor a gradient was masked, and explains nothing. Known only if every rank of the
-  /// replica answered.
+  /// What reached neither a loss nor a gradient was masked, and explains nothing. Known only if
+  /// every rank of the replica answered.
   void find_sinks(Sources& sources) {
     std::set<int> harmed, masked_ranks;
     for (const Place& place : incident_.places()) {
@@ -73,8 +73,9 @@ class CrossingSources {
       const RankEvidence* const rank = place.evidence;
       const bool is_blind = rank == nullptr || !Crossings::is_watching(*rank);
       if (is_blind) blind_[replica].insert(place.rank);
-      if (is_blind || (crossings_.has_bad_activations(place.rank) &&
-                       (!rank->scanned(Phase::grad_local) || !rank->bad(Phase::grad_local).empty()))) {
+      if (is_blind ||
+          (crossings_.has_bad_activations(place.rank) &&
+           (!rank->scanned(Phase::grad_local) || !rank->bad(Phase::grad_local).empty()))) {
         harmed.insert(replica);
       }
     }
@@ -95,8 +96,10 @@ class CrossingSources {
   // ---- computed on a rank: sent bad, or a loss, with nothing bad before ----
 
   void find_computed() {
-    // Ranks that differ only in tensor parallelism run in lockstep: if all are bad at once, they are one source.
-    using Point = std::tuple<int, int, int, Phase, int, int, std::string, std::string, std::string, std::int64_t>;
+    // Ranks that differ only in tensor parallelism run in lockstep: if all are bad at once, they
+    // are one source.
+    using Point = std::tuple<int, int, int, Phase, int, int, std::string, std::string, std::string,
+                             std::int64_t>;
     std::map<Point, std::vector<const BoundaryEvent*>> points;
     for (const BoundaryEvent& event : crossings_.events()) {
       const Sighting& sighting = *event.sighting;
@@ -127,7 +130,8 @@ class CrossingSources {
     const Mates mates = is_loss ? Mates() : mates_of(first, ranks);
     const bool may_gather = !is_loss && crossings_.may_have_gathered(meeting_of(first));
     const Fact received = received_before(events, ranks);
-    // Unknown events before it: what members of a group that gathers may have sent, and what was received unseen.
+    // Unknown events before it: what members of a group that gathers may have sent, and what was
+    // received unseen.
     std::set<int> unknown;
     if (may_gather) unknown = mates.unknown;
     const bool is_gathered = !unknown.empty();
@@ -135,33 +139,35 @@ class CrossingSources {
       unknown.insert(received.peers.begin(), received.peers.end());
     }
     const bool has_seen_all = received.kind == FactKind::received_finite_before;
-    const bool is_sure = is_empty_loss || (ranks.size() == 1 && mates.unknown.empty() && has_seen_all);
+    const bool is_sure =
+        is_empty_loss || (ranks.size() == 1 && mates.unknown.empty() && has_seen_all);
     std::set<int> candidates = ranks;
     candidates.insert(unknown.begin(), unknown.end());
     const bool is_open = !unknown.empty() || !is_whole;
-    Origin origin = make_origin(
-        incident_, sighting.phase,
-        is_empty_loss && unknown.empty() ? Cause::empty_loss_mask : Cause::unknown,
-        is_open ? Confidence::low : is_sure ? Confidence::high : Confidence::medium,
-        sorted(candidates));
+    Origin origin =
+        make_origin(incident_, sighting.phase,
+                    is_empty_loss && unknown.empty() ? Cause::empty_loss_mask : Cause::unknown,
+                    is_open   ? Confidence::low
+                    : is_sure ? Confidence::high
+                              : Confidence::medium,
+                    sorted(candidates));
     set_place(origin, sighting);
     Facts& facts = origin.facts;
     facts.push_back(is_loss ? loss_fact(sighting, on) : sent_fact(first, on));
     if (is_gathered) {
-      facts.push_back({.kind = FactKind::gathered_from_unknown,
-                       .ranks = on,
-                       .peers = sorted(mates.unknown)});
+      facts.push_back(
+          {.kind = FactKind::gathered_from_unknown, .ranks = on, .peers = sorted(mates.unknown)});
     } else {
       facts.push_back(received);
       if (unknown.empty()) add_surroundings(origin, first, ranks, mates, may_gather);
       if (!is_whole) facts.push_back({.kind = FactKind::ledger_cut_off});
       if (!is_empty_loss) facts.push_back({.kind = FactKind::missing_operator});
     }
-    add(std::move(origin), Site::computed, is_open, sighting,
-        replica_of(first.rank->rank()));
+    add(std::move(origin), Site::computed, is_open, sighting, replica_of(first.rank->rank()));
   }
 
-  /// What is known to be finite around a source on these ranks; its last fact is what they received.
+  /// What is known to be finite around a source on these ranks; its last fact is what they
+  /// received.
   void add_surroundings(Origin& origin, const BoundaryEvent& first, const std::set<int>& ranks,
                         const Mates& mates, bool may_gather) const {
     const std::vector<int> on = sorted(ranks);
@@ -188,8 +194,8 @@ class CrossingSources {
     if (are_weights_finite) facts.push_back({.kind = FactKind::weights_finite, .ranks = on});
   }
 
-  /// What these ranks, bad at the same point, had received. `other_ranks`: unknown events among it may have made them
-  /// bad, as no rank that received the same is finite here.
+  /// What these ranks, bad at the same point, had received. `other_ranks`: unknown events among it
+  /// may have made them bad, as no rank that received the same is finite here.
   Fact received_before(const std::vector<const BoundaryEvent*>& events,
                        const std::set<int>& ranks) const {
     const bool is_loss = events.front()->role == RoleKind::loss;
@@ -240,8 +246,8 @@ class CrossingSources {
                         const std::set<int>& receivers, const std::set<int>& unknown) {
     std::set<int> candidates = receivers;
     candidates.insert(unknown.begin(), unknown.end());
-    Origin origin = make_origin(incident_, sighting.phase, Cause::unknown, Confidence::low,
-                                sorted(candidates));
+    Origin origin =
+        make_origin(incident_, sighting.phase, Cause::unknown, Confidence::low, sorted(candidates));
     set_place(origin, sighting);
     Fact fact = fact_of(FactKind::received_from_unknown, sighting, sorted(receivers));
     if (!meeting.receiver) name_collective(fact, sighting, meeting);
@@ -256,10 +262,11 @@ class CrossingSources {
                                       ? reduced_parameter(sighting, *receivers.begin())
                                       : std::string();
     const bool is_sum = !meeting.receiver && meeting.kind && is_reduction(*meeting.kind);
-    auto overflow = is_sum ? overflow_of_sum(incident_, sighting, meeting.givers,
-                                             parameter.empty() ? std::set<std::string_view>{}
-                                                               : std::set<std::string_view>{parameter})
-                           : std::nullopt;
+    auto overflow = is_sum
+                        ? overflow_of_sum(incident_, sighting, meeting.givers,
+                                          parameter.empty() ? std::set<std::string_view>{}
+                                                            : std::set<std::string_view>{parameter})
+                        : std::nullopt;
     std::set<int> clean(meeting.givers.begin(), meeting.givers.end());
     for (const int rank : receivers) clean.erase(rank);
     // A reduce-scatter of gradients gives each member a sum of its own, to which all contribute.
@@ -268,12 +275,12 @@ class CrossingSources {
     const bool is_own_copy = !meeting.receiver && !clean.empty() && !is_own_sum;
     const std::vector<int> received = sorted(receivers);
     const std::vector<int>& candidates = is_own_sum ? meeting.givers : received;
-    Origin origin = make_origin(incident_, sighting.phase,
-                                meeting.receiver           ? Cause::pipeline_transfer
-                                : overflow && !is_own_copy ? Cause::collective_sum
-                                                           : Cause::collective_result,
-                                candidates.size() == 1 ? Confidence::high : Confidence::medium,
-                                candidates);
+    Origin origin =
+        make_origin(incident_, sighting.phase,
+                    meeting.receiver           ? Cause::pipeline_transfer
+                    : overflow && !is_own_copy ? Cause::collective_sum
+                                               : Cause::collective_result,
+                    candidates.size() == 1 ? Confidence::high : Confidence::medium, candidates);
     set_place(origin, sighting);
     origin.parameter = parameter;
     Facts& facts = origin.facts;
@@ -283,18 +290,18 @@ class CrossingSources {
     } else {
       facts.push_back(fact_of(FactKind::collective_changed, sighting, received));
       name_collective(facts.back(), sighting, meeting);
-      facts.push_back(is_own_sum ? Fact{.kind = FactKind::only_owner_keeps_sum, .ranks = received}
-                      : is_own_copy ? Fact{.kind = FactKind::own_copy_bad,
-                                           .ranks = received,
-                                           .peers = sorted(clean)}
-                                    : Fact{.kind = FactKind::every_member_bad});
+      facts.push_back(
+          is_own_sum ? Fact{.kind = FactKind::only_owner_keeps_sum, .ranks = received}
+          : is_own_copy
+              ? Fact{.kind = FactKind::own_copy_bad, .ranks = received, .peers = sorted(clean)}
+              : Fact{.kind = FactKind::every_member_bad});
     }
     if (overflow) facts.push_back(*std::move(overflow));
     add(std::move(origin), Site::received, false, sighting, replica_of(*receivers.begin()));
   }
 
-  /// The only parameter that a reduction can have spoiled: of its shape (tied embeddings are reduced one by one), or of
-  /// its module.
+  /// The only parameter that a reduction can have spoiled: of its shape (tied embeddings are
+  /// reduced one by one), or of its module.
   std::string reduced_parameter(const Sighting& sighting, int receiver) const {
     if (!sighting.parameter.empty()) return sighting.parameter;
     const RankEvidence& rank = *incident_.find(receiver);
@@ -321,7 +328,8 @@ class CrossingSources {
         if (meeting.sent.empty() || !std::ranges::all_of(meeting.sent, is_spoiled)) continue;
         for (const std::size_t event : meeting.received) {
           const BoundaryEvent& received = crossings_.events()[event];
-          if (received.sighting->phase == Phase::grad_reduced) spoiled.insert(received.rank->rank());
+          if (received.sighting->phase == Phase::grad_reduced)
+            spoiled.insert(received.rank->rank());
         }
       }
     }
@@ -329,8 +337,9 @@ class CrossingSources {
 
   // ---- open sources ----
 
-  /// An unknown event made an open source. If its replica has another source of its microbatch that is not later, that
-  /// made the unknown event bad; otherwise nothing orders the replica's open sources, which are one.
+  /// An unknown event made an open source. If its replica has another source of its microbatch that
+  /// is not later, that made the unknown event bad; otherwise nothing orders the replica's open
+  /// sources, which are one.
   void close_open() {
     std::map<int, std::vector<std::size_t>> certain;  // by replica
     std::vector<Source> found;
@@ -382,13 +391,14 @@ class CrossingSources {
 
   // ---- fold ----
 
-  /// The same in several microbatches is one source, listed under the first; and so is a collective that fails on the
-  /// same ranks again and again, in several places.
+  /// The same in several microbatches is one source, listed under the first; and so is a collective
+  /// that fails on the same ranks again and again, in several places.
   void fold() {
-    std::ranges::stable_sort(found_, {}, [](const Source& each) {
-      return each.origin.microbatch.value_or(-1);
-    });
-    const auto merge = [](Source& first, Source& other) { first.microbatches.merge(other.microbatches); };
+    std::ranges::stable_sort(
+        found_, {}, [](const Source& each) { return each.origin.microbatch.value_or(-1); });
+    const auto merge = [](Source& first, Source& other) {
+      first.microbatches.merge(other.microbatches);
+    };
     fold_by(
         found_,
         [](const Source& each) {
@@ -452,7 +462,8 @@ class CrossingSources {
 
   Fact sent_fact(const BoundaryEvent& event, const std::vector<int>& ranks) const {
     const Meeting& meeting = meeting_of(event);
-    Fact fact = fact_of(meeting.receiver ? FactKind::sent_bad : FactKind::gave_bad, *event.sighting, ranks);
+    Fact fact =
+        fact_of(meeting.receiver ? FactKind::sent_bad : FactKind::gave_bad, *event.sighting, ranks);
     if (!meeting.receiver) {
       name_collective(fact, *event.sighting, meeting);
     } else if (ranks.size() == 1) {
@@ -479,7 +490,8 @@ class CrossingSources {
   }
 
   void add(Origin origin, Site site, bool is_open, const Sighting& sighting, int replica) {
-    Source source{.origin = std::move(origin), .site = site, .is_open = is_open, .replica = replica};
+    Source source{
+        .origin = std::move(origin), .site = site, .is_open = is_open, .replica = replica};
     if (site == Site::received && !is_open) source.since.reset();
     if (sighting.microbatch) source.microbatches.insert(*sighting.microbatch);
     source.position = sighting.position;

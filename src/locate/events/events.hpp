@@ -1,8 +1,8 @@
 // Where bad values of a step come from, by one algorithm over events: docs/adr/0008-events.md.
 //
-// An event is a value that was seen bad, or that nobody saw. Edges say which event may have made which
-// other bad; they are computed, never stored. A bad event that no bad event may have made is a source.
-// Its candidates are its own ranks and those of the unknown events that may have made it.
+// An event is a value that was seen bad, or that nobody saw. Edges say which event may have made
+// which other bad; they are computed, never stored. A bad event that no bad event may have made is
+// a source. Its candidates are its own ranks and those of the unknown events that may have made it.
 #pragma once
 
 #include <cstdint>
@@ -39,14 +39,15 @@ enum class Part : std::uint8_t { forward, backward, late };
 struct Source {
   Origin origin;
   Site site = Site::late;
-  /// In earlier parts, everything that it depends on was finite. Empty: everything was, up to this event.
+  /// In earlier parts, everything that it depends on was finite. Empty: everything was, up to this
+  /// event.
   std::optional<Part> since = Part::forward;
   bool is_open = false;  // an unknown event may have made it: others of its replica may be the same
   int replica = -1;      // Incident::replica_of, for values that crossed
   std::string group{};   // of its crossing
   std::set<int> microbatches{};
   std::optional<std::int64_t> position{};  // see Sighting
-  std::string first_bad_gradient{};        // in backward order, for a source in backward that crossed
+  std::string first_bad_gradient{};  // in backward order, for a source in backward that crossed
 };
 
 /// The sources found so far, at most as many of a phase as a verdict lists.
@@ -83,27 +84,28 @@ void add_gradients(const Findings& seen, const Crossed& crossed, Sources& source
 void add_reductions(const Findings& seen, const Crossed& crossed, Sources& sources);
 void add_updates(const Findings& seen, Sources& sources);
 
-/// The sources among gradients that are bad in `phase`, after their reduction, of which some rank did not
-/// report the phase before: the same edges, over what all replicas share.
+/// The sources among gradients that are bad in `phase`, after their reduction, of which some rank
+/// did not report the phase before: the same edges, over what all replicas share.
 void add_shared_gradients(const Findings& seen, const Crossed& crossed,
                           const std::set<ParameterKey>& keys, Phase phase, Sources& sources);
 
 /// An event of the re-run: a birth, on all ranks and in all microbatches in which it happened.
 struct Born {
   Origin origin;
-  bool is_receipt = false;  // it came out of a collective
-  bool is_opaque = false;   // it was computed off the dispatcher, as far as the trace could follow
+  bool is_receipt = false;   // it came out of a collective
+  bool is_opaque = false;    // it was computed off the dispatcher, as far as the trace could follow
   std::set<int> replicas{};  // of its ranks, and of those that received it
   std::set<int> microbatches{};
-  std::set<std::string> reached{};           // parameters whose gradients it made bad
-  std::map<int, std::int64_t> positions{};   // of each rank's first, where known
-  std::map<int, double> addends{};           // of a reduction's result: the largest that each rank put in
+  std::set<std::string> reached{};          // parameters whose gradients it made bad
+  std::map<int, std::int64_t> positions{};  // of each rank's first, where known
+  std::map<int, double> addends{};  // of a reduction's result: the largest that each rank put in
 };
-/// In the order of the ranks' ledgers. What came out of a collective is a birth only if no other birth, no crossing of
-/// its group in the first pass and no other member's receipt explains it.
+/// In the order of the ranks' ledgers. What came out of a collective is a birth only if no other
+/// birth, no crossing of its group in the first pass and no other member's receipt explains it.
 [[nodiscard]] std::vector<Born> births_of(const Incident& incident, bool has_crossings);
 
-/// Each birth takes the place of the sources that it may have made bad, unless a source made it bad.
+/// Each birth takes the place of the sources that it may have made bad, unless a source made it
+/// bad.
 [[nodiscard]] std::vector<Origin> refine(const Incident& incident, std::vector<Source> sources,
                                          std::vector<Born> born, const RerunOutcome& rerun);
 

@@ -8,8 +8,8 @@
 
 namespace nanlocator::inline locate_room::events {
 
-/// Of the elements with the same key, keeps the first and passes it the others, in order: merge(first, other). Elements
-/// whose key is empty are kept. `key_of` returns an optional.
+/// Of the elements with the same key, keeps the first and passes it the others, in order:
+/// merge(first, other). Elements whose key is empty are kept. `key_of` returns an optional.
 template <typename Element, typename KeyOf, typename Merge>
 void fold_by(std::vector<Element>& elements, KeyOf key_of, Merge merge) {
   std::map<typename decltype(key_of(elements.front()))::value_type, std::size_t> known;

@@ -1,5 +1,5 @@
-// Sources among gradients: stretches to the end of backward, and single ones. Edges: backward order (backward.hpp), and
-// whatever crossed bad on a rank before, which makes its gradients bad.
+// Sources among gradients: stretches to the end of backward, and single ones. Edges: backward order
+// (backward.hpp), and whatever crossed bad on a rank before, which makes its gradients bad.
 #include <algorithm>
 #include <set>
 #include <string>
@@ -16,7 +16,8 @@ namespace nanlocator::inline locate_room::events {
 namespace {
 
 constexpr std::size_t kMostPerRank = 16;
-/// More single bad gradients on a rank are not one corrupted element each: perhaps the backward order was misread.
+/// More single bad gradients on a rank are not one corrupted element each: perhaps the backward
+/// order was misread.
 constexpr std::size_t kFewPerRank = 4;
 
 class Gradients {
@@ -104,7 +105,8 @@ class Gradients {
     return flow;
   }
 
-  /// Token gradients of one lane pass through other lanes' experts, whose dense parameters stay finite.
+  /// Token gradients of one lane pass through other lanes' experts, whose dense parameters stay
+  /// finite.
   void explain_experts(const Flow& flow) {
     const std::int64_t start = index_at(*first_lane_, flow);
     const std::string_view layer = layer_of(flow.chain->steps[flow.start].parameter->name);
@@ -129,8 +131,8 @@ class Gradients {
 
   // ---- edges from other sites ----
 
-  /// Anything that crossed bad, or a bad loss, makes the gradients of its rank bad. Assumed for a rank that did not
-  /// answer if something crossed bad in its replica.
+  /// Anything that crossed bad, or a bad loss, makes the gradients of its rank bad. Assumed for a
+  /// rank that did not answer if something crossed bad in its replica.
   bool is_explained(const std::vector<int>& ranks) const {
     return std::ranges::any_of(ranks, [&](int rank) {
       const Place* const place = seen_.incident().place_of(rank);
@@ -197,13 +199,13 @@ class Gradients {
     const auto& unplaced = seen_.incident().unplaced();
     // Nothing crossed bad: it started on a rank that has it.
     if (has_only_finite_) {
-      std::erase_if(flow.ranks, [&](int rank) {
-        return seen_.incident().find(rank)->bad(phase_).empty();
-      });
+      std::erase_if(flow.ranks,
+                    [&](int rank) { return seen_.incident().find(rank)->bad(phase_).empty(); });
     }
     if (!flow.is_on_one_rank) flow.ranks.insert(unplaced.begin(), unplaced.end());
     const bool is_one = flow.ranks.size() == 1;
-    const bool is_sure = is_one && !is_blind_ && (lane.is_order_observed || lane.stages.size() == 1);
+    const bool is_sure =
+        is_one && !is_blind_ && (lane.is_order_observed || lane.stages.size() == 1);
     Origin origin = make_origin(seen_.incident(), phase_, Cause::unknown,
                                 phase_ != Phase::grad_local ? Confidence::low
                                 : is_sure                   ? Confidence::high
@@ -238,7 +240,8 @@ class Gradients {
     const std::size_t width = std::ranges::count_if(lane.chains, [&](const Chain& chain) {
       return !chain.cells[flow.chain->steps[flow.start].stage].ranks.empty();
     });
-    // One that the other tensor-parallel ranks do not have did not travel with activations' gradients.
+    // One that the other tensor-parallel ranks do not have did not travel with activations'
+    // gradients.
     const bool has_travelled = flow.has_reached_others || width == 1;
     if (has_travelled) origin.direction = Direction::backward;
     Facts& facts = origin.facts;
@@ -262,8 +265,8 @@ class Gradients {
     if (lanes_.size() > 1) facts.push_back({.kind = FactKind::exchanged_within_layer});
   }
 
-  /// Replicas whose ranks all reported finite gradients before the reduction, and, if every gradient is bad, those
-  /// whose losses were finite, made nothing bad.
+  /// Replicas whose ranks all reported finite gradients before the reduction, and, if every
+  /// gradient is bad, those whose losses were finite, made nothing bad.
   void leave_out_finite_replicas(Origin& origin, const Flow& flow) const {
     const Incident& incident = seen_.incident();
     std::set<int> unseen, with_loss, with_bad_loss, ranks_with_bad_loss;
@@ -314,7 +317,8 @@ class Gradients {
 
   void add_single(Lane& lane) {
     std::map<int, std::size_t> per_rank;
-    std::set<std::pair<std::size_t, std::string_view>> done;  // duplicates that are bad on all ranks
+    std::set<std::pair<std::size_t, std::string_view>>
+        done;  // duplicates that are bad on all ranks
     const std::size_t first_new = sources_.all().size();
     for (std::size_t stage = 0; stage < lane.stages.size(); ++stage) {
       for (const Chain& chain : lane.chains) {
@@ -358,9 +362,8 @@ class Gradients {
       const Cell& its = other.cells[step.stage];
       has_others |= &other != &chain && !its.ranks.empty();
       const auto steps = other.steps_of(step.stage);
-      const auto same = std::ranges::find_if(steps, [&](const Step& each) {
-        return each.parameter->name == step.parameter->name;
-      });
+      const auto same = std::ranges::find_if(
+          steps, [&](const Step& each) { return each.parameter->name == step.parameter->name; });
       all.insert(its.ranks.begin(), its.ranks.end());
       if (same != steps.end() && same->status == Status::clean) {
         is_on_all = false;
@@ -384,8 +387,9 @@ class Gradients {
     return single;
   }
 
-  /// Embeddings are added before their sum is scattered over the sequence, and backward gathers it first
-  /// (language_model_embedding.py): a bad value from the layers is in every copy of the position embeddings' gradient.
+  /// Embeddings are added before their sum is scattered over the sequence, and backward gathers it
+  /// first (language_model_embedding.py): a bad value from the layers is in every copy of the
+  /// position embeddings' gradient.
   static bool is_vouched_by_embeddings(const Chain& chain, const Step& step, bool is_only_copy) {
     const auto is_embedding = [](const Step& each) {
       return each.parameter->name.starts_with("embedding.");
@@ -401,9 +405,9 @@ class Gradients {
   static bool has_witness_after(const Lane& lane, const Chain& chain, std::size_t at) {
     const Step& step = chain.steps[at];
     for (std::size_t i = at + 1; i < chain.steps.size(); ++i) {
-      const bool is_after = lane.is_order_observed || chain.steps[i].stage != step.stage ||
-                            layer_of(chain.steps[i].parameter->name) !=
-                                layer_of(step.parameter->name);
+      const bool is_after =
+          lane.is_order_observed || chain.steps[i].stage != step.stage ||
+          layer_of(chain.steps[i].parameter->name) != layer_of(step.parameter->name);
       if (is_after && lane.is_witness(chain.steps[i])) return true;
     }
     return false;
@@ -411,12 +415,11 @@ class Gradients {
 
   void add_single(const Lane& lane, const Chain& chain, std::size_t at, const Single& single) {
     const Step& step = chain.steps[at];
-    Origin origin =
-        make_origin(seen_.incident(), phase_, Cause::unknown,
-                    phase_ != Phase::grad_local             ? Confidence::low
-                    : is_blind_ || single.may_have_arrived ? Confidence::medium
-                                                           : Confidence::high,
-                    sorted(single.ranks));
+    Origin origin = make_origin(seen_.incident(), phase_, Cause::unknown,
+                                phase_ != Phase::grad_local            ? Confidence::low
+                                : is_blind_ || single.may_have_arrived ? Confidence::medium
+                                                                       : Confidence::high,
+                                sorted(single.ranks));
     set_parameter(origin, step.parameter->name, *step.sighting);
     set_neighbours(origin, lane, chain, at);
     Facts& facts = origin.facts;

@@ -1,5 +1,6 @@
-// Sources among weights and among gradients after backward. Edges: a reduction, from a gradient of any member to its sum
-// on all; what the optimizer reads, from that sum; the update, from any gradient or their norm to every weight.
+// Sources among weights and among gradients after backward. Edges: a reduction, from a gradient of
+// any member to its sum on all; what the optimizer reads, from that sum; the update, from any
+// gradient or their norm to every weight.
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -34,7 +35,8 @@ std::set<int> ranks_with_clean_copies(const Findings& seen, const BadList& bad, 
   std::set<int> clean;
   for (const auto& [part, shards] : by_part) {
     for (const Place* place : seen.groups().at(part)) {
-      if (place->evidence == nullptr || place->evidence->status(phase, name) != Status::clean) continue;
+      if (place->evidence == nullptr || place->evidence->status(phase, name) != Status::clean)
+        continue;
       const bool is_copy = std::ranges::any_of(shards, [&](const BadOnRank& each) {
         return Findings::have_same_elements(*each.rank, *place->evidence, name);
       });
@@ -52,7 +54,6 @@ Origin origin_on(const Findings& seen, Phase phase, Cause cause, Confidence conf
   return origin;
 }
 
-
 Source weight_source(const Findings& seen, const ParameterKey& key, const BadList& bad) {
   const auto count = bad_count(bad.front().bad->sighting->stats);
   const std::set<int> owners = owners_of(bad), ranks = ranks_of(bad);
@@ -68,9 +69,9 @@ Source weight_source(const Findings& seen, const ParameterKey& key, const BadLis
       is_sharded ? std::set<int>{} : seen.blind_holders(key, Phase::params_before);
   const bool is_left = !is_sharded && candidates.size() < ranks.size();
   candidates.insert(blind.begin(), blind.end());
-  Origin origin = origin_on(seen, Phase::params_before, Cause::bad_weight,
-                            blind.empty() && !is_left ? Confidence::high : Confidence::medium,
-                            candidates, bad);
+  Origin origin =
+      origin_on(seen, Phase::params_before, Cause::bad_weight,
+                blind.empty() && !is_left ? Confidence::high : Confidence::medium, candidates, bad);
   Facts& facts = origin.facts;
   facts.push_back({.kind = FactKind::parameter_bad_before,
                    .ranks = sorted(is_sharded ? candidates : ranks),
@@ -81,11 +82,13 @@ Source weight_source(const Findings& seen, const ParameterKey& key, const BadLis
   for (const Place* place : is_sharded ? Places() : seen.holders_of(key)) {
     const RankEvidence* const rank = place->evidence;
     if (rank == nullptr) continue;
-    if (rank->status(Phase::params_before, bad.front().bad->name) == Status::clean) clean.insert(place->rank);
+    if (rank->status(Phase::params_before, bad.front().bad->name) == Status::clean)
+      clean.insert(place->rank);
   }
   const std::vector<int> on = sorted(is_sharded ? candidates : ranks);
   if (is_left || (is_sharded && clean.empty())) {
-    facts.push_back({.kind = FactKind::owner_is_left, .ranks = sorted(is_sharded ? candidates : owners)});
+    facts.push_back(
+        {.kind = FactKind::owner_is_left, .ranks = sorted(is_sharded ? candidates : owners)});
   } else if (!clean.empty()) {
     facts.push_back({.kind = FactKind::copies_clean, .ranks = on, .peers = sorted(clean)});
   } else if (ranks.size() > 1) {
@@ -158,7 +161,8 @@ class Reductions {
     for (Origin& origin : sums) sources_.add({.origin = std::move(origin), .since = Part::late});
     for (const auto& [ranks, found] : copies) {
       const auto& [bad, count] = found;
-      Origin origin = origin_on(seen_, Phase::grad_reduced, Cause::unknown, Confidence::medium, ranks, *bad);
+      Origin origin =
+          origin_on(seen_, Phase::grad_reduced, Cause::unknown, Confidence::medium, ranks, *bad);
       origin.facts.push_back({.kind = FactKind::clean_copy_after_reduction,
                               .ranks = sorted(ranks),
                               .count = count,
@@ -201,12 +205,12 @@ class Reductions {
     const bool is_alone = members.size() == 1, is_copy = is_own_copy(bad);
     auto overflow = overflow_of_sum(seen_.incident(), sighting, sorted(members), names);
     const std::set<int>& candidates = is_copy || is_alone ? ranks : members;
-    Origin origin = origin_on(seen_, Phase::grad_reduced,
-                              is_alone               ? Cause::unknown
-                              : overflow && !is_copy ? Cause::collective_sum
-                                                     : Cause::collective_result,
-                              candidates.size() == 1 ? Confidence::high : Confidence::medium,
-                              candidates, bad);
+    Origin origin =
+        origin_on(seen_, Phase::grad_reduced,
+                  is_alone               ? Cause::unknown
+                  : overflow && !is_copy ? Cause::collective_sum
+                                         : Cause::collective_result,
+                  candidates.size() == 1 ? Confidence::high : Confidence::medium, candidates, bad);
     Facts& facts = origin.facts;
     facts.push_back({.kind = FactKind::clean_before_reduction,
                      .ranks = sorted(ranks),
@@ -295,7 +299,8 @@ class Reductions {
                             .ranks = sorted(read.ranks),
                             .count = read.parameters,
                             .bad = bad_count(read.first->front().bad->sighting->stats)});
-    origin.facts.push_back({.kind = FactKind::between_reduction_and_norm, .other_ranks = is_shared});
+    origin.facts.push_back(
+        {.kind = FactKind::between_reduction_and_norm, .other_ranks = is_shared});
     add_blind_evidence(origin, blind);
     sources_.add({.origin = std::move(origin), .since = Part::late});
   }
@@ -349,8 +354,8 @@ void add_norm(const Incident& incident, const RankEvidence& witness, Sources& so
   }
   const std::set<int> unknown = candidates;
   candidates.merge(ranks);
-  Origin origin = make_origin(incident, Phase::grad_norm, Cause::unknown, Confidence::low,
-                              sorted(candidates));
+  Origin origin =
+      make_origin(incident, Phase::grad_norm, Cause::unknown, Confidence::low, sorted(candidates));
   origin.direction = Direction::none;
   origin.parameter = parameter;
   Facts& facts = origin.facts;
@@ -389,7 +394,8 @@ void add_updated(const Findings& seen, const BadList& bad, const std::set<int>& 
   sources.add({.origin = std::move(origin), .since = Part::late});
 }
 
-/// Zero times NaN on a masked token, or a mean over no labels, whose derivative autograd takes as zero.
+/// Zero times NaN on a masked token, or a mean over no labels, whose derivative autograd takes as
+/// zero.
 void add_losses(const Incident& incident, Sources& sources) {
   std::set<int> ranks;
   const Sighting* first = nullptr;

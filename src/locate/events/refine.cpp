@@ -1,6 +1,6 @@
-// Births of the re-run among the sources of the first pass. Edges: from a birth to the sources that it may have made
-// bad, which it then replaces; and to a birth that came out of an exchange, or out of a call that the trace could not
-// follow, from a source before it.
+// Births of the re-run among the sources of the first pass. Edges: from a birth to the sources that
+// it may have made bad, which it then replaces; and to a birth that came out of an exchange, or out
+// of a call that the trace could not follow, from a source before it.
 #include <algorithm>
 #include <iterator>
 #include <optional>
@@ -90,8 +90,8 @@ class Refinement {
 
   // ---- from a source to a birth ----
 
-  /// What came out of a collective, if a source shows the collective that made it of finite parts, or the weight that
-  /// was gathered.
+  /// What came out of a collective, if a source shows the collective that made it of finite parts,
+  /// or the weight that was gathered.
   bool is_sent(const Born& each) const {
     return std::ranges::any_of(sources_, [&](const Source& source) {
       const bool is_of_collective = source.origin.cause == Cause::collective_result ||
@@ -101,9 +101,10 @@ class Refinement {
     });
   }
 
-  /// A call that the trace could not follow made it, of an input that the trace did not see: if a weight of its module
-  /// was bad, or if one of its ranks had something bad before, in what it sent or from another rank. Ranks make one call
-  /// at one time, so what is a receipt on one of them is none's birth.
+  /// A call that the trace could not follow made it, of an input that the trace did not see: if a
+  /// weight of its module was bad, or if one of its ranks had something bad before, in what it sent
+  /// or from another rank. Ranks make one call at one time, so what is a receipt on one of them is
+  /// none's birth.
   bool is_receipt(const Born& each) const {
     const Origin& born = each.origin;
     std::set<int> makers;
@@ -141,7 +142,8 @@ class Refinement {
 
   // ---- from a birth to a source ----
 
-  /// True if the birth lies between the last finite and the first bad event, on a rank where unknown events do, too.
+  /// True if the birth lies between the last finite and the first bad event, on a rank where
+  /// unknown events do, too.
   bool may_make(const Born& each, const Source& source) const {
     const Origin &born = each.origin, &seen = source.origin;
     const bool is_of_weight = born.cause == Cause::bad_weight;
@@ -161,12 +163,14 @@ class Refinement {
                                [&](int replica) { return each.replicas.contains(replica); });
   }
 
-  /// Only the first pass shows the finite parameters around a fault, and the first gradient that it made bad.
+  /// Only the first pass shows the finite parameters around a fault, and the first gradient that it
+  /// made bad.
   void adopt_neighbours(Origin& born) const {
     for (const Source& source : sources_) {
       const Origin& seen = source.origin;
       if (!std::ranges::binary_search(seen.candidates, born.candidates.front())) continue;
-      const std::string& first = seen.parameter.empty() ? source.first_bad_gradient : seen.parameter;
+      const std::string& first =
+          seen.parameter.empty() ? source.first_bad_gradient : seen.parameter;
       if (first.empty() && seen.clean_before.empty() && seen.clean_after.empty()) continue;
       if (born.parameter.empty() && born.direction != Direction::forward) born.parameter = first;
       born.clean_before = seen.clean_before;
@@ -182,7 +186,8 @@ class Refinement {
     const bool is_quotient = born.phase == Phase::loss || born.op.starts_with("aten::div");
     const bool is_undefined =
         born.cause == Cause::unknown || born.cause == Cause::operator_undefined;
-    if (seen.cause == Cause::empty_loss_mask && is_quotient && is_undefined) born.cause = seen.cause;
+    if (seen.cause == Cause::empty_loss_mask && is_quotient && is_undefined)
+      born.cause = seen.cause;
     if (is_weight(source)) adopt_copies(born, seen);
     const auto adopted = std::ranges::count(born.facts, FactSource::first_pass, &Fact::source);
     if (!is_computed(source) || adopted == kMostAdopted) return;
@@ -190,7 +195,8 @@ class Refinement {
     born.facts.back().source = FactSource::first_pass;
   }
 
-  /// The scan of all parameters shows other copies of a weight, and which rank updates its bad elements.
+  /// The scan of all parameters shows other copies of a weight, and which rank updates its bad
+  /// elements.
   static void adopt_copies(Origin& born, const Origin& seen) {
     if (born.parameter != seen.parameter) return;
     if (seen.tensor && born.tensor && born.tensor->shape != seen.tensor->shape) {
@@ -224,8 +230,8 @@ class Refinement {
     return rerun && rerun->reproduced ? &*rerun : nullptr;
   }
 
-  /// Whether the gradient, or any gradient of the candidates, was bad in the re-run; empty if a candidate cannot say,
-  /// or had no bad one in the first pass either.
+  /// Whether the gradient, or any gradient of the candidates, was bad in the re-run; empty if a
+  /// candidate cannot say, or had no bad one in the first pass either.
   std::optional<bool> is_bad_again(const Source& source) const {
     const Origin& seen = source.origin;
     const bool had_bad = std::ranges::any_of(seen.candidates, [&](int rank) {
@@ -265,7 +271,8 @@ class Refinement {
         // A birth in the replica made the gradients bad again: they say nothing about this.
         const std::set<int> replicas = replicas_of(source.origin.candidates);
         return std::ranges::any_of(births_, [&](const Born& each) {
-          return std::ranges::any_of(replicas, [&](int one) { return each.replicas.contains(one); });
+          return std::ranges::any_of(replicas,
+                                     [&](int one) { return each.replicas.contains(one); });
         });
       }
       default:
@@ -283,13 +290,15 @@ class Refinement {
     }
     if (gone) {
       mark_as_gone(origin);
-      if (source.site != Site::flow || has_fact(origin.facts, FactKind::weights_gathered_unseen)) return;
+      if (source.site != Site::flow || has_fact(origin.facts, FactKind::weights_gathered_unseen))
+        return;
       // A fault in a gather of weights is in everything computed from them.
       auto gathered = weights_gathered_unseen(incident_, origin.candidates);
       if (gathered) origin.facts.push_back(*std::move(gathered));
       return;
     }
-    const bool is_transfer = (source.site == Site::received && !source.is_open) || origin.cause == Cause::collective_result ||
+    const bool is_transfer = (source.site == Site::received && !source.is_open) ||
+                             origin.cause == Cause::collective_result ||
                              origin.cause == Cause::collective_sum;
     if (!is_transfer || !rerun_.reproduced) return;
     // The re-run ends with backward.
@@ -301,7 +310,8 @@ class Refinement {
   }
 
   void mark_as_gone(Origin& origin) const {
-    // Finite when sent and bad on arrival is known without a re-run, and so is a sum that it does not compute again.
+    // Finite when sent and bad on arrival is known without a re-run, and so is a sum that it does
+    // not compute again.
     const bool is_witnessed =
         origin.cause == Cause::pipeline_transfer || origin.cause == Cause::collective_result ||
         (origin.cause == Cause::collective_sum && origin.phase > Phase::backward);
