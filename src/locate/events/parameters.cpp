@@ -54,45 +54,50 @@ Origin origin_on(const Findings& seen, Phase phase, Cause cause, Confidence conf
   return origin;
 }
 
+/// Other copies of a weight, for which every rank scanned all of its elements.
+std::set<int> ranks_with_clean_weight(const Findings& seen, const ParameterKey& key,
+                                      const std::string& name) {
+  std::set<int> clean;
+  for (const Place* place : seen.holders_of(key)) {
+    const RankEvidence* const rank = place->evidence;
+    if (rank == nullptr || rank->status(Phase::params_before, name) != Status::clean) continue;
+    clean.insert(place->rank);
+  }
+  return clean;
+}
+
 Source weight_source(const Findings& seen, const ParameterKey& key, const BadList& bad) {
-  const auto count = bad_count(bad.front().bad->sighting->stats);
-  const std::set<int> owners = owners_of(bad), ranks = ranks_of(bad);
-  std::set<int> gathering;
+  const std::set<int> owners = owners_of(bad);
+  std::set<int> ranks = ranks_of(bad), gathering, blind;
   for (const BadOnRank& each : bad) {
     const auto group = seen.shard_group_of(*each.rank, *each.bad);
     gathering.insert(group.begin(), group.end());
   }
-  // Other ranks gather it from those that keep it.
-  std::set<int> candidates = owners.empty() ? ranks : owners;
   const bool is_sharded = !gathering.empty();
-  const std::set<int> blind =
-      is_sharded ? std::set<int>{} : seen.blind_holders(key, Phase::params_before);
-  const bool is_left = !is_sharded && candidates.size() < ranks.size();
+  // What a rank gathers of a weight that others keep is bad, too.
+  if (is_sharded && !owners.empty()) ranks = owners;
+  if (!is_sharded) blind = seen.blind_holders(key, Phase::params_before);
+  const std::set<int>& makers = owners.empty() ? ranks : owners;
+  const std::set<int> clean =
+      is_sharded ? ranks_with_clean_copies(seen, bad, Phase::params_before)
+                 : ranks_with_clean_weight(seen, key, bad.front().bad->name);
+  const bool is_left = makers.size() < ranks.size();
+  std::set<int> candidates = makers;
   candidates.insert(blind.begin(), blind.end());
   Origin origin =
       origin_on(seen, Phase::params_before, Cause::bad_weight,
                 blind.empty() && !is_left ? Confidence::high : Confidence::medium, candidates, bad);
   Facts& facts = origin.facts;
   facts.push_back({.kind = FactKind::parameter_bad_before,
-                   .ranks = sorted(is_sharded ? candidates : ranks),
-                   .bad = count});
-  add_gathered_evidence(origin, is_sharded ? candidates : owners, is_sharded ? gathering : ranks);
-  std::set<int> clean;
-  if (is_sharded) clean = ranks_with_clean_copies(seen, bad, Phase::params_before);
-  for (const Place* place : is_sharded ? Places() : seen.holders_of(key)) {
-    const RankEvidence* const rank = place->evidence;
-    if (rank == nullptr) continue;
-    if (rank->status(Phase::params_before, bad.front().bad->name) == Status::clean)
-      clean.insert(place->rank);
-  }
-  const std::vector<int> on = sorted(is_sharded ? candidates : ranks);
+                   .ranks = sorted(ranks),
+                   .bad = bad_count(bad.front().bad->sighting->stats)});
+  add_gathered_evidence(origin, is_sharded ? makers : owners, is_sharded ? gathering : ranks);
   if (is_left || (is_sharded && clean.empty())) {
-    facts.push_back(
-        {.kind = FactKind::owner_is_left, .ranks = sorted(is_sharded ? candidates : owners)});
+    facts.push_back({.kind = FactKind::owner_is_left, .ranks = sorted(makers)});
   } else if (!clean.empty()) {
-    facts.push_back({.kind = FactKind::copies_clean, .ranks = on, .peers = sorted(clean)});
+    facts.push_back({.kind = FactKind::copies_clean, .ranks = sorted(ranks), .peers = sorted(clean)});
   } else if (ranks.size() > 1) {
-    facts.push_back({.kind = FactKind::every_copy_bad, .ranks = on});
+    facts.push_back({.kind = FactKind::every_copy_bad, .ranks = sorted(ranks)});
   } else {
     facts.push_back({.kind = FactKind::no_copy_elsewhere});
   }

@@ -155,6 +155,11 @@ class Refinement {
                             may_be_same(each.microbatches, source.microbatches);
     // A weight may be read in any microbatch.
     if (!is_in_time && !(is_of_weight && *source.since == Part::forward)) return false;
+    if (is_computed(source)) {
+      return std::ranges::any_of(born.candidates, [&](int rank) {
+        return std::ranges::count(seen.candidates, rank) > 0 && !is_after(each, rank, source);
+      });
+    }
     if (have_common(born.candidates, seen.candidates)) return true;
     // Within a replica, it may have come by ways that nobody scanned.
     if (!source.is_open && seen.phase != Phase::grad_local) return false;
