@@ -54,23 +54,21 @@ TEST(Events, ABirthOfUnknownPositionExplainsWhatItsRankSent) {
   EXPECT_EQ(verdict.origins[0].cause, Cause::operator_undefined);
 }
 
-/// Stage 1 sends a bad gradient to stage 0, and rank `silent` does not answer.
-Verdict locate_without(int silent, const Layout& layout) {
-  const simulator::TrainingStep guilty(
-      layout, {.point = simulator::Point::sent_gradient, .tp = 0, .layer = 1});
-  std::vector<Ledger> ledgers = guilty.ledgers();
-  std::erase_if(ledgers, [&](const Ledger& each) { return each.coordinates.rank == silent; });
-  return locate_by_events(ledgers, layout);
-}
-
-TEST(Events, ASilentRankBesideAFiniteOneReceivedNothingBadFromTheStageAbove) {
+TEST(Events, SilentRanksBesideAFiniteOneReceivedNothingBadFromTheStageAbove) {
   const Layout layout{.tp = 2, .pp = 3, .dp = 1, .layers_per_stage = 1};
-  const int silent = layout.rank(0, 1, 0);
-  const Verdict verdict = locate_without(silent, layout);
+  const int guilty = layout.rank(0, 1, 0), receiver = layout.rank(0, 0, 0);
+  const simulator::TrainingStep step(layout, {.point = simulator::Point::sent_gradient, .layer = 1});
+  ASSERT_EQ(step.guilty_rank(), guilty);
+  std::vector<Ledger> ledgers = step.ledgers();
+  std::erase_if(ledgers, [&](const Ledger& each) {
+    return each.coordinates.rank == guilty || each.coordinates.rank == receiver;
+  });
+  const Verdict verdict = locate_by_events(ledgers, layout);
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
-  const std::vector<int>& candidates = verdict.origins[0].candidates;
-  EXPECT_THAT(candidates, Contains(silent));  // it sent the bad gradient
-  for (const int tp : {0, 1}) EXPECT_THAT(candidates, Not(Contains(layout.rank(tp, 2, 0))));
+  EXPECT_THAT(verdict.origins[0].candidates, Contains(guilty));
+  for (const int tp : {0, 1}) {
+    EXPECT_THAT(verdict.origins[0].candidates, Not(Contains(layout.rank(tp, 2, 0))));
+  }
 }
 
 }  // namespace
