@@ -134,7 +134,8 @@ def compare_all(corpus: Corpus, arguments: argparse.Namespace) -> int:
 
 def without_signed(corpus: Corpus, comparison: Comparison) -> Comparison:
     """Leaves out the differences that signed_by_events.txt explains."""
-    lines = (corpus.folder / "signed_by_events.txt").read_text().splitlines()
+    file = corpus.folder / "signed_by_events.txt"
+    lines = file.read_text().splitlines() if file.exists() else []
     signed = {line.split()[0] for line in lines if line and not line.startswith("#")}
     unsigned = [each for each in comparison.differences if each.case not in signed]
     print(f"{len(comparison.differences) - len(unsigned)} signed differences left out", file=sys.stderr)
