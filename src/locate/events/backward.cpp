@@ -9,69 +9,41 @@
 namespace nanlocator::inline locate_room::events {
 namespace {
 
-class LaneMaker {
- public:
-  LaneMaker(Phase phase, const BadFilter& keep, int pipeline_size)
-      : phase_(phase), keep_(keep), pipeline_size_(pipeline_size) {}
+/// What the rank knows of a step; null unless bad.
+void look(const RankEvidence& rank, std::size_t position, Phase phase, const BadFilter& keep,
+          Step& step) {
+  const BadParameter* const bad = rank.find_bad(phase, position);
+  if (bad != nullptr && !keep(rank, *bad)) return;
+  const Status status = bad != nullptr ? Status::bad : rank.status(phase, position);
+  if (step.status == Status::bad || status == Status::unknown) return;
+  step.status = status;
+  step.sighting = bad != nullptr ? bad->sighting : nullptr;
+}
 
-  /// Appends what the places, which share a tp rank and a stage, know of it.
-  void add(Lane& lane, Chain& chain, std::size_t stage, std::span<const Place* const> places) {
-    Cell cell;
-    const std::size_t first = chain.steps.size();
-    const int chunk = static_cast<int>(lane.stages[stage].index / pipeline_size_);
-    for (const Place* place : places) {
-      cell.ranks.push_back(place->rank);
-      if (place->evidence == nullptr) continue;
-      cell.has_evidence |= place->evidence->scanned(phase_);
-      if (chain.steps.size() == first) {
-        start(chain, stage, chunk, *place->evidence);
-      } else {
-        merge(std::span(chain.steps).subspan(first), *place->evidence);
+/// Appends what the places, which share a tensor-parallel rank and a stage, know of it. A step is bad
+/// if it is bad on one of them, else finite if one found it finite.
+void add_cell(Chain& chain, std::size_t stage, int chunk, std::span<const Place* const> places,
+              Phase phase, const BadFilter& keep) {
+  Cell& cell = chain.cells.emplace_back();
+  cell.begin = chain.steps.size();
+  for (const Place* place : places) {
+    cell.ranks.push_back(place->rank);
+    if (place->evidence == nullptr) continue;
+    const RankEvidence& rank = *place->evidence;
+    cell.has_evidence |= rank.scanned(phase);
+    if (chain.steps.size() == cell.begin) {
+      for (const ParameterRecord& parameter : rank.ledger().backward_order) {
+        if (parameter.chunk == chunk) chain.steps.push_back({stage, &parameter});
       }
     }
-    std::ranges::sort(cell.ranks);
-    cell.begin = first;
-    cell.end = chain.steps.size();
-    lane.stages[stage].has_unseen |= !cell.has_evidence;
-    for (const Step& step : std::span(chain.steps).subspan(first)) {
-      if (step.status == Status::bad && step.parameter->is_tp_duplicate) {
-        lane.stages[stage].bad_duplicates.insert(step.parameter->name);
-      }
-    }
-    chain.cells.push_back(std::move(cell));
-  }
-
- private:
-  std::pair<Status, const Sighting*> look(const RankEvidence& rank, std::size_t position) const {
-    const BadParameter* const bad = rank.find_bad(phase_, position);
-    if (bad == nullptr) return {rank.status(phase_, position), nullptr};
-    if (!keep_(rank, *bad)) return {Status::unknown, nullptr};
-    return {Status::bad, bad->sighting};
-  }
-
-  void start(Chain& chain, std::size_t stage, int chunk, const RankEvidence& rank) const {
-    for (std::size_t position = 0; position < rank.size(); ++position) {
-      if (rank.parameter(position).chunk != chunk) continue;
-      const auto [status, sighting] = look(rank, position);
-      chain.steps.push_back({stage, &rank.parameter(position), status, sighting});
+    for (std::size_t i = cell.begin; i < chain.steps.size(); ++i) {
+      const auto position = rank.position_of(std::string_view(chain.steps[i].parameter->name));
+      if (position) look(rank, *position, phase, keep, chain.steps[i]);
     }
   }
-
-  void merge(std::span<Step> steps, const RankEvidence& rank) const {
-    for (Step& step : steps) {
-      const auto position = rank.position_of(std::string_view(step.parameter->name));
-      if (!position || step.status == Status::bad) continue;
-      const auto [status, sighting] = look(rank, *position);
-      if (status == Status::unknown) continue;
-      step.status = status;
-      step.sighting = sighting;
-    }
-  }
-
-  Phase phase_;
-  const BadFilter& keep_;
-  int pipeline_size_;
-};
+  cell.end = chain.steps.size();
+  std::ranges::sort(cell.ranks);
+}
 
 /// Steps in different orders cannot be compared; only layers can.
 bool have_one_order(const Lane& lane) {
@@ -91,7 +63,13 @@ bool have_one_order(const Lane& lane) {
 
 class FlowFinder {
  public:
-  explicit FlowFinder(Lane& lane) : lane_(lane) {}
+  explicit FlowFinder(Lane& lane) : lane_(lane) {
+    for (const Chain& chain : lane_.chains) {
+      for (const Step& step : chain.steps) {
+        if (lane_.is_witness(step)) finite_.emplace(step.stage, step.parameter->name);
+      }
+    }
+  }
 
   std::optional<Flow> find() {
     std::size_t bad_steps = 0;
@@ -154,25 +132,18 @@ class FlowFinder {
     }
   }
 
-  /// The chains that had it before the next sum could spread it: a sharded parameter of their
-  /// stretch, bad here, is finite on another chain.
-  template <typename StartOf>
-  std::set<const Chain*> chains_ahead(StartOf start_of) const {
-    std::set<std::pair<std::size_t, std::string_view>> finite;
-    for (const Chain& chain : lane_.chains) {
-      for (const Step& step : chain.steps) {
-        if (lane_.is_witness(step)) finite.emplace(step.stage, step.parameter->name);
-      }
-    }
+  /// The chains that had it before the next sum could spread it: from `start` on, a sharded parameter
+  /// that is bad here is finite on another chain.
+  std::set<const Chain*> chains_ahead(std::optional<std::size_t> Chain::* start) const {
     std::set<const Chain*> ahead;
     for (const Chain& chain : lane_.chains) {
-      if (!chain.start) continue;
-      for (std::size_t i = start_of(chain); i < chain.steps.size(); ++i) {
-        const Step& step = chain.steps[i];
-        if (step.status == Status::bad && finite.contains({step.stage, step.parameter->name})) {
-          ahead.insert(&chain);
-          break;
-        }
+      const auto is_finite_elsewhere = [&](const Step& step) {
+        return step.status == Status::bad &&
+               finite_.contains({step.stage, step.parameter->name});
+      };
+      if (!(chain.*start)) continue;
+      if (std::ranges::any_of(std::span(chain.steps).subspan(*(chain.*start)), is_finite_elsewhere)) {
+        ahead.insert(&chain);
       }
     }
     return ahead;
@@ -203,8 +174,7 @@ class FlowFinder {
   }
 
   const Chain* find_one_ahead() const {
-    const auto ahead = chains_ahead([](const Chain& chain) { return *chain.start; });
-    const auto surely = chains_ahead([](const Chain& chain) { return *chain.later_start; });
+    const auto ahead = chains_ahead(&Chain::start), surely = chains_ahead(&Chain::later_start);
     if (surely.size() != 1 || ahead != surely) return nullptr;
     const Chain* const one = *surely.begin();
     for (const Chain& other : lane_.chains) {
@@ -285,6 +255,7 @@ class FlowFinder {
   }
 
   Lane& lane_;
+  std::set<std::pair<std::size_t, std::string_view>> finite_;  // witnesses of any chain
 };
 
 }  // namespace
@@ -321,16 +292,17 @@ Lane make_lane(const Incident& incident, std::span<const Place* const> places, P
   }
   std::ranges::sort(lane.stages, std::greater{}, &Stage::index);
   for (Stage& stage : lane.stages) stage.has_unseen = !incident.unplaced().empty();
-  LaneMaker maker(phase, keep, pipeline_size);
   for (const int tp : tps) {
     Chain& chain = lane.chains.emplace_back();
     chain.tp = tp;
     for (std::size_t s = 0; s < lane.stages.size(); ++s) {
-      const auto found = by_cell.find({tp, lane.stages[s].pp});
-      if (found != by_cell.end()) {
-        maker.add(lane, chain, s, found->second);
-      } else {
-        chain.cells.emplace_back();
+      Stage& stage = lane.stages[s];
+      const auto& of_cell = by_cell[{tp, stage.pp}];
+      add_cell(chain, s, static_cast<int>(stage.index / pipeline_size), of_cell, phase, keep);
+      stage.has_unseen |= !of_cell.empty() && !chain.cells[s].has_evidence;
+      for (const Step& step : chain.steps_of(s)) {
+        if (step.status != Status::bad || !step.parameter->is_tp_duplicate) continue;
+        stage.bad_duplicates.insert(step.parameter->name);
       }
     }
   }
