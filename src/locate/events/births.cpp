@@ -142,9 +142,6 @@ class Births {
       if (birth.largest_sent) each.addends.try_emplace(rank, *birth.largest_sent);
       if (place.microbatch) each.microbatches.insert(*place.microbatch);
       if (place.position) each.positions.try_emplace(rank, *place.position);
-      for (Reached& reached : reached_by(root)) {
-        if (reached.kind == ReachedKind::parameter) each.reached.insert(std::move(reached.name));
-      }
     }
   }
 
@@ -193,7 +190,6 @@ class Births {
         },
         [](Born& first, Born& other) {
           add_elsewhere(first.origin, *elsewhere_of(first.origin), place_of(other.origin));
-          first.reached.merge(other.reached);
           first.microbatches.merge(other.microbatches);
         });
   }

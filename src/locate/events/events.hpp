@@ -96,7 +96,6 @@ struct Born {
   bool is_opaque = false;    // it was computed off the dispatcher, as far as the trace could follow
   std::set<int> replicas{};  // of its ranks, and of those that received it
   std::set<int> microbatches{};
-  std::set<std::string> reached{};          // parameters whose gradients it made bad
   std::map<int, std::int64_t> positions{};  // of each rank's first, where known
   std::map<int, double> addends{};  // of a reduction's result: the largest that each rank put in
 };

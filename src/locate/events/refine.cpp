@@ -163,8 +163,11 @@ class Refinement {
     if (have_common(born.candidates, seen.candidates)) return true;
     // Within a replica, it may have come by ways that nobody scanned.
     if (!source.is_open && seen.phase != Phase::grad_local) return false;
-    return each.reached.contains(seen.parameter) ||
-           std::ranges::any_of(replicas_of(seen.candidates),
+    return is_in_replica_of(each, source);
+  }
+
+  bool is_in_replica_of(const Born& each, const Source& source) const {
+    return std::ranges::any_of(replicas_of(source.origin.candidates),
                                [&](int replica) { return each.replicas.contains(replica); });
   }
 
@@ -274,11 +277,8 @@ class Refinement {
         if (!has_finished) return false;
         if (is_bad_again(source) == false) return true;
         // A birth in the replica made the gradients bad again: they say nothing about this.
-        const std::set<int> replicas = replicas_of(source.origin.candidates);
-        return std::ranges::any_of(births_, [&](const Born& each) {
-          return std::ranges::any_of(replicas,
-                                     [&](int one) { return each.replicas.contains(one); });
-        });
+        return std::ranges::any_of(
+            births_, [&](const Born& each) { return is_in_replica_of(each, source); });
       }
       default:
         return false;
