@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "locate/crossing_simulator/pass.hpp"
@@ -52,6 +53,23 @@ TEST(Events, ABirthOfUnknownPositionExplainsWhatItsRankSent) {
   const Verdict verdict = locate_by_events(ledgers, layout);
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_EQ(verdict.origins[0].cause, Cause::operator_undefined);
+}
+
+TEST(Events, ABirthInOneReplicaDoesNotExplainTheSameParametersGradientInAnother) {
+  using pipeline::Fault;
+  using pipeline::Plant;
+  const Layout layout{.tp = 1, .pp = 1, .dp = 2};
+  const Fault gradient{.plant = Plant::gradient, .dp = 1, .is_repeated = true};
+  std::vector<Ledger> ledgers = pipeline::ledgers_with_repeat(
+      layout, {{.plant = Plant::operator_backward, .is_repeated = true}, gradient}, 1);
+  const std::string parameter = gradient_of(layout, gradient);
+  ledgers[0].births.at(0).reached = {{ReachedKind::parameter, parameter}};
+  ledgers[1].births.clear();  // the trace did not see who wrote it
+  const Verdict verdict = locate_by_events(ledgers, layout);
+  ASSERT_EQ(verdict.origins.size(), 2u) << text_of(verdict);
+  EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(0));
+  EXPECT_THAT(verdict.origins[1].candidates, ElementsAre(1));
+  EXPECT_EQ(verdict.origins[1].parameter, parameter);
 }
 
 TEST(Events, SilentRanksBesideAFiniteOneReceivedNothingBadFromTheStageAbove) {
