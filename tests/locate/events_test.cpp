@@ -1,4 +1,5 @@
-// What the engine of src/locate/events tells beyond the tests of locate(), which also run on it (nanlocator_events_tests).
+// What the engine of src/locate/events tells beyond the tests of locate(), which also run on it
+// (nanlocator_events_tests).
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -14,10 +15,10 @@
 namespace nanlocator {
 namespace {
 
+using simulator::Layout;
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::Not;
-using simulator::Layout;
 
 Verdict locate_by_events(const std::vector<Ledger>& ledgers, const Layout& layout) {
   return locate_by(Engine::events, ledgers, layout.world());
@@ -75,7 +76,8 @@ TEST(Events, ABirthInOneReplicaDoesNotExplainTheSameParametersGradientInAnother)
 TEST(Events, SilentRanksBesideAFiniteOneReceivedNothingBadFromTheStageAbove) {
   const Layout layout{.tp = 2, .pp = 3, .dp = 1, .layers_per_stage = 1};
   const int guilty = layout.rank(0, 1, 0), receiver = layout.rank(0, 0, 0);
-  const simulator::TrainingStep step(layout, {.point = simulator::Point::sent_gradient, .layer = 1});
+  const simulator::TrainingStep step(layout,
+                                     {.point = simulator::Point::sent_gradient, .layer = 1});
   ASSERT_EQ(step.guilty_rank(), guilty);
   std::vector<Ledger> ledgers = step.ledgers();
   std::erase_if(ledgers, [&](const Ledger& each) {

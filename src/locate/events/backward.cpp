@@ -20,8 +20,8 @@ void look(const RankEvidence& rank, std::size_t position, Phase phase, const Bad
   step.sighting = bad != nullptr ? bad->sighting : nullptr;
 }
 
-/// Appends what the places, which share a tensor-parallel rank and a stage, know of it. A step is bad
-/// if it is bad on one of them, else finite if one found it finite.
+/// Appends what the places, which share a tensor-parallel rank and a stage, know of it. A step is
+/// bad if it is bad on one of them, else finite if one found it finite.
 void add_cell(Chain& chain, std::size_t stage, int chunk, std::span<const Place* const> places,
               Phase phase, const BadFilter& keep) {
   Cell& cell = chain.cells.emplace_back();
@@ -32,9 +32,12 @@ void add_cell(Chain& chain, std::size_t stage, int chunk, std::span<const Place*
     const RankEvidence& rank = *place->evidence;
     cell.has_evidence |= rank.scanned(phase);
     if (chain.steps.size() == cell.begin) {
-      for (const ParameterRecord& parameter : rank.ledger().backward_order) {
-        if (parameter.chunk == chunk) chain.steps.push_back({stage, &parameter});
+      for (std::size_t position = 0; position < rank.size(); ++position) {
+        if (rank.parameter(position).chunk != chunk) continue;
+        look(rank, position, phase, keep,
+             chain.steps.emplace_back(Step{stage, &rank.parameter(position)}));
       }
+      continue;
     }
     for (std::size_t i = cell.begin; i < chain.steps.size(); ++i) {
       const auto position = rank.position_of(std::string_view(chain.steps[i].parameter->name));
@@ -132,17 +135,17 @@ class FlowFinder {
     }
   }
 
-  /// The chains that had it before the next sum could spread it: from `start` on, a sharded parameter
-  /// that is bad here is finite on another chain.
-  std::set<const Chain*> chains_ahead(std::optional<std::size_t> Chain::* start) const {
+  /// The chains that had it before the next sum could spread it: from `start` on, a sharded
+  /// parameter that is bad here is finite on another chain.
+  std::set<const Chain*> chains_ahead(std::optional<std::size_t> Chain::*start) const {
     std::set<const Chain*> ahead;
     for (const Chain& chain : lane_.chains) {
       const auto is_finite_elsewhere = [&](const Step& step) {
-        return step.status == Status::bad &&
-               finite_.contains({step.stage, step.parameter->name});
+        return step.status == Status::bad && finite_.contains({step.stage, step.parameter->name});
       };
       if (!(chain.*start)) continue;
-      if (std::ranges::any_of(std::span(chain.steps).subspan(*(chain.*start)), is_finite_elsewhere)) {
+      if (std::ranges::any_of(std::span(chain.steps).subspan(*(chain.*start)),
+                              is_finite_elsewhere)) {
         ahead.insert(&chain);
       }
     }

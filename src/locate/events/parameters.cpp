@@ -78,9 +78,9 @@ Source weight_source(const Findings& seen, const ParameterKey& key, const BadLis
   if (is_sharded && !owners.empty()) ranks = owners;
   if (!is_sharded) blind = seen.blind_holders(key, Phase::params_before);
   const std::set<int>& makers = owners.empty() ? ranks : owners;
-  const std::set<int> clean =
-      is_sharded ? ranks_with_clean_copies(seen, bad, Phase::params_before)
-                 : ranks_with_clean_weight(seen, key, bad.front().bad->name);
+  const std::set<int> clean = is_sharded
+                                  ? ranks_with_clean_copies(seen, bad, Phase::params_before)
+                                  : ranks_with_clean_weight(seen, key, bad.front().bad->name);
   const bool is_left = makers.size() < ranks.size();
   std::set<int> candidates = makers;
   candidates.insert(blind.begin(), blind.end());
@@ -95,7 +95,8 @@ Source weight_source(const Findings& seen, const ParameterKey& key, const BadLis
   if (is_left || (is_sharded && clean.empty())) {
     facts.push_back({.kind = FactKind::owner_is_left, .ranks = sorted(makers)});
   } else if (!clean.empty()) {
-    facts.push_back({.kind = FactKind::copies_clean, .ranks = sorted(ranks), .peers = sorted(clean)});
+    facts.push_back(
+        {.kind = FactKind::copies_clean, .ranks = sorted(ranks), .peers = sorted(clean)});
   } else if (ranks.size() > 1) {
     facts.push_back({.kind = FactKind::every_copy_bad, .ranks = sorted(ranks)});
   } else {
