@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "command/check_checkpoint_options.hpp"
 #include "command/doctor_options.hpp"
 #include "command/netcheck_options.hpp"
 #include "command/replay_options.hpp"
@@ -85,6 +86,10 @@ py::object parse_arguments(const Command& command,
 
 void bind_arguments(py::module_& m) {
   using Words = std::vector<std::filesystem::path>;
+  m.def(
+      "parse_check_checkpoint",
+      [](const Words& words) { return parse_arguments(command::kCheckCheckpoint, words); },
+      "words"_a);
   m.def(
       "parse_doctor", [](const Words& words) { return parse_arguments(command::kDoctor, words); },
       "words"_a);

@@ -12,8 +12,11 @@ import sys as _sys
 
 from nanlocator.calls.import_path import leave_out_current_folder as _leave_out_current_folder
 
-# `python -m` has put the current folder first on the import path; it may have come with a bundle.
-if _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)].endswith("nanlocator.replay"):
+# `python -m` has put the current folder first on the import path; it may have come with a bundle, or with a
+# checkpoint.
+if _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)].endswith(
+    ("nanlocator.replay", "nanlocator.check_checkpoint")
+):
     _leave_out_current_folder()
 
 import platform as _platform
@@ -40,6 +43,7 @@ from nanlocator._C import (
     UnsupportedError,
     UsageError,
 )
+from nanlocator.check_checkpoint import check_checkpoint
 from nanlocator.detect import detect
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.loops.optimizer import LocatingOptimizer
@@ -58,6 +62,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "Watch",
+    "check_checkpoint",
     "detect",
     "watch",
 ]

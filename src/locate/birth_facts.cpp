@@ -120,7 +120,8 @@ Cause cause_of_computation(const Birth& birth) {
   // Without a replay, only the birth's kind is known. Infinity from finite inputs without a zero is
   // an overflow; of NaN it is only known that no input had it.
   if (birth.sighting.op.empty()) return Cause::unknown;
-  if (birth.kind == BirthKind::inf && has_values(birth) && !has_value(birth, 0)) {
+  const bool is_away_from_pole = !has_value(birth, 0) && detail_of(birth) == Detail::none;
+  if (birth.kind == BirthKind::inf && has_values(birth) && is_away_from_pole) {
     return Cause::operator_overflow;
   }
   return Cause::unknown;

@@ -11,6 +11,7 @@
 
 #include "locate/birth_facts.hpp"
 #include "locate/origin_facts.hpp"
+#include "locate/receipts.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 
 namespace nanlocator::inline locate_room {
@@ -208,13 +209,6 @@ void judge_sum(Origin& origin, const std::map<int, double>& addends) {
   origin.facts.push_back(*std::move(overflow));
 }
 
-/// True if the first pass scanned crossings of the collective's group, or if the group is unknown.
-bool is_of_watched_group(const Root& root) {
-  const RankList& members = root.birth->members;
-  return members == RankList() ||
-         std::ranges::count(root.rank->ledger().crossings, members, &CrossingCoverage::members) > 0;
-}
-
 }  // namespace
 
 std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_crossings) {
@@ -230,7 +224,9 @@ std::vector<BornOrigin> origins_of_births(const Incident& incident, bool has_cro
     std::erase_if(roots, is_told_otherwise);
   };
   if (has_crossings) {
-    set_apart([](const Root& root) { return is_received(root) && is_of_watched_group(root); });
+    set_apart([&](const Root& root) {
+      return is_received(root) && is_judged_in_first_pass(incident, root);
+    });
   }
   if (std::ranges::all_of(roots, is_received)) {
     std::erase_if(roots, [&](const Root& root) { return is_passed_on(root, senders); });

@@ -41,9 +41,11 @@ bool has_full_range(const Origin& origin) {
   return origin.tensor && (origin.tensor->dtype == "bfloat16" || origin.tensor->dtype == "float32");
 }
 
-/// A call that was executed again with finite inputs and failed again is no accident.
+/// A call that was executed again with finite inputs and failed again is no accident. If only the
+/// re-run saw it fail, all gradients have the same bits as in the first pass.
 bool is_bad_again(const Origin& origin) {
-  return has<FactKind::transfer_bad_again, FactKind::members_got_other_values>(origin);
+  return has<FactKind::transfer_bad_again, FactKind::members_got_other_values>(origin) ||
+         (has<FactKind::came_from_collective>(origin) && has<FactKind::rerun_identical>(origin));
 }
 
 bool computes_wrong_values(const Origin& origin) {
@@ -460,6 +462,9 @@ void complete(Origin& origin) {
                                                                  : row.refutation;
   origin.cause_confidence = cause_confidence_of(origin, row);
   origin.alternatives = alternatives_of(origin, row);
+  if (origin.cause == Cause::bad_weight && origin.iteration <= 1) {  // no update came before
+    std::erase(origin.alternatives, Suspect::last_update);
+  }
 }
 
 }  // namespace nanlocator::inline locate_room

@@ -72,8 +72,14 @@ Detail of_operator(const Birth& birth) {
   }
   if (name == "reciprocal") return of_quotient(1.0, operand(birth, "self"));
   if (name == "pow") return of_power(birth);
-  if (name == "acos" || name == "asin" || name == "atanh") {
+  if (name == "acos" || name == "asin") {
     return of_inverse_function(birth, [](double x) { return std::abs(x) <= 1; });
+  }
+  if (name == "atanh" || name == "erfinv" || name == "special_erfinv") {  // poles at the edges
+    return of_inverse_function(birth, [](double x) { return std::abs(x) < 1; });
+  }
+  if (name == "logit" || name == "special_logit") {
+    return of_inverse_function(birth, [](double x) { return x > 0 && x < 1; });
   }
   if (name == "acosh") return of_inverse_function(birth, [](double x) { return x >= 1; });
   if (name == "_softmax" || name == "softmax" || name == "_log_softmax" || name == "log_softmax") {

@@ -10,7 +10,7 @@ namespace nanlocator::inline locate_room {
 
 enum class Engine {
   rules,   // locate()'s
-  events,  // docs/adr/0008-events.md
+  events,  // docs/adr/0009-events.md
 };
 
 /// Like locate().

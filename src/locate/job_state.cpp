@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "nanlocator/locate/decision.hpp"
+
 namespace nanlocator::inline locate_room {
 namespace {
 
@@ -16,26 +18,6 @@ Advice advice_on_stored_value(const Origin& origin,
   // The optimizer's state may have been bad before its weights.
   if (origin.cause != Cause::bad_weight || !weights_finite_after) return {Restart::check_first};
   return {Restart::before_step, *weights_finite_after + 1};
-}
-
-bool was_bad_in_replay(const Fact& fact) {
-  return fact.kind == FactKind::replayed && fact.conclusion != name_of(ReplayConclusion::varies) &&
-         fact.conclusion != name_of(ReplayConclusion::not_replayed);
-}
-
-/// True if the same data, weights and random numbers reproduce the fault.
-bool is_deterministic(const Origin& origin) {
-  switch (origin.cause) {
-    case Cause::bad_input:
-    case Cause::empty_loss_mask:
-    case Cause::operator_undefined:
-    case Cause::user_hook:
-    case Cause::bad_scalar:
-      return true;
-    default:
-      return has_fact(origin.facts, FactKind::transfer_bad_again) ||
-             std::ranges::any_of(origin.facts, was_bad_in_replay);
-  }
 }
 
 Advice advice_on(const Origin& origin, const RerunOutcome& rerun,

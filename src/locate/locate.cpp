@@ -58,6 +58,7 @@ class Locator {
     describe_job();
     describe_spread();
     add_status_and_notes();
+    verdict_.decision = decide(verdict_);
     return std::move(verdict_);
   }
 

@@ -113,6 +113,19 @@ RangeWrite Lineage::last_write_of(const at::Tensor& tensor) {
   return last;
 }
 
+bool Lineage::was_written_finite(const at::Tensor& tensor) {
+  const StorageRecord* record = find(tensor);
+  if (record == nullptr || record->state != StorageState::written) return false;
+  const ByteRange range = range_of(tensor);
+  if (record->finite_range.contains(range)) return true;
+  // Writes far apart, as to gradients in one buffer, are in no common range.
+  const auto last =
+      std::ranges::find_if(record->writes.rbegin(), record->writes.rend(),
+                           [&](const RangeWrite& write) { return write.range.overlaps(range); });
+  return last != record->writes.rend() && last->is_finite && last->range.is_dense &&
+         last->range.contains(range);
+}
+
 std::shared_ptr<const Place> Lineage::last_touch_of(const at::Tensor& tensor) {
   const StorageRecord* record = find(tensor);
   if (record == nullptr) return nullptr;
@@ -163,7 +176,11 @@ void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
     }
     if (!record.tags.empty()) drop_overwritten(record.tags, range);
   }
-  note_write(record, {.range = range, .clock = clock, .writer = writer});
+  note_write(record, {.range = range,
+                      .clock = clock,
+                      .writer = writer,
+                      .is_finite = true,
+                      .is_filler = is_filler});
   record.is_filled = is_filler;
   record.last_write = clock;
   record.writer = writer;
@@ -299,6 +316,20 @@ std::vector<NamedTensor> Declarations::gradients_in(const at::Tensor& tensor) co
     if (gradient.defined()) gradients.push_back({declared.name, std::move(gradient)});
   });
   return gradients;
+}
+
+bool Declarations::has_gradient_in(const at::Tensor& tensor) const {
+  const ByteRange range = range_of(tensor);
+  return std::ranges::any_of(declared_, [&](const Declared& declared) {
+    if (declared.as != DeclaredAs::parameter && declared.as != DeclaredAs::gradient) return false;
+    const at::Tensor each = tensor_of(declared);
+    if (!each.defined()) return false;
+    const at::Tensor gradient = declared.as == DeclaredAs::gradient ? each
+                                : each.is_leaf()                    ? each.grad()
+                                                                    : at::Tensor();
+    const at::Tensor values = gradient.defined() ? values_of(gradient) : at::Tensor();
+    return values.defined() && values.is_alias_of(tensor) && range_of(values).overlaps(range);
+  });
 }
 
 std::vector<NamedTensor> Declarations::parameters_of(const std::string& module,

@@ -103,6 +103,8 @@ struct RangeWrite {
   std::uint64_t clock = 0;
   const std::string* writer = nullptr;  // interned
   bool is_received = false;             // by a collective
+  bool is_finite = false;               // by an operator whose result was finite
+  bool is_filler = false;               // a constant
 };
 
 /// A frame off the dispatcher had access to these bytes.
@@ -167,6 +169,8 @@ class Lineage {
   [[nodiscard]] bool is_known_to_have_nan(const at::Tensor& tensor);
   /// The last write of any of the bytes that `tensor` reaches; its clock is 0 if there is none.
   [[nodiscard]] RangeWrite last_write_of(const at::Tensor& tensor);
+  /// True if operators wrote all of `tensor`, and it was finite then. False also if unknown.
+  [[nodiscard]] bool was_written_finite(const at::Tensor& tensor);
 
   [[nodiscard]] std::size_t size() const noexcept { return records_.size(); }
 
@@ -199,6 +203,9 @@ class Declarations {
   [[nodiscard]] std::vector<const Declared*> find_all(const at::Tensor& tensor) const;
   /// The live gradients that share memory with `tensor`, named after their parameters.
   [[nodiscard]] std::vector<NamedTensor> gradients_in(const at::Tensor& tensor) const;
+  /// True if a parameter's gradient, as autograd keeps it or as it was declared, shares memory with
+  /// `tensor`.
+  [[nodiscard]] bool has_gradient_in(const at::Tensor& tensor) const;
   /// The first `most` live parameters of this module itself, in order of declaration.
   [[nodiscard]] std::vector<NamedTensor> parameters_of(const std::string& module,
                                                        std::size_t most) const;

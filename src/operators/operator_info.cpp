@@ -78,6 +78,7 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
         is_batch_norm && (argument.name() == "running_mean" || argument.name() == "running_var");
     auto use = ArgumentUse::read;
     if (is_marked || is_statistic) use = ArgumentUse::read_and_written;
+    info->updates_statistics = info->updates_statistics || (is_statistic && !is_marked);
     if (argument.is_out() || (is_marked && overwrites)) use = ArgumentUse::overwritten;
     if (argument.name() == "beta" && name.starts_with("aten::")) {
       info->beta = info->arguments.size();

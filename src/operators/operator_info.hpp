@@ -32,6 +32,7 @@ struct OperatorInfo {
   /// write.
   bool is_allocator = false;
   bool is_view = false;                      // every return is a view
+  bool updates_statistics = false;           // arguments that it writes and does not return
   std::optional<CollectiveKind> collective;  // empty: no transfer between ranks
   /// Its values come from a scalar, not from earlier content: zeros, fill_.
   bool is_filler = false;

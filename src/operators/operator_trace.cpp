@@ -303,6 +303,7 @@ void OperatorTrace::begin_pass() {
   trace.is_in_optimizer = false;
   trace.are_transfers_in_flight = trace.has_overlap = false;
   trace.modules_are_entered = false;
+  trace.has_ended_backward = false;
   trace.microbatches_are_known = false;
   trace.pass = next_pass();
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "nanlocator/operators/gradient_work.hpp"
 #include "nanlocator/watch/microbatch_scope.hpp"
 #include "nanlocator/watch/position.hpp"
 #include "operators/operator_trace_impl.hpp"
@@ -143,6 +144,28 @@ static bool is_of_reducer(std::string_view frame) {
   return frame.starts_with("torch.distributed.ddp.reducer::");
 }
 
+int& GradientWork::depth() noexcept {
+  thread_local int depth = 0;
+  return depth;
+}
+
+bool OperatorTrace::Impl::uses_gradients(ThreadFrames& frames) {
+  bool is_gradient = false;
+  for (std::size_t i = 0; const Frame* each = frames.above(i); ++i) {
+    if (each->kind == FrameKind::passage) continue;
+    if (each->kind != FrameKind::operation || is_gradient) break;
+    for (const c10::IValue& argument : each->arguments) {
+      for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+        const at::Tensor values = is_gradient ? at::Tensor() : values_of(tensor);
+        if (!values.defined()) return;
+        const std::lock_guard lock(mutex);
+        is_gradient = declarations.has_gradient_in(values);
+      });
+    }
+  }
+  return is_gradient;
+}
+
 void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames) {
   const Place place = current_place(frames);
   std::optional<Phase> phase;
@@ -169,10 +192,18 @@ void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames) {
         is_outside && !batch.microbatch && microbatches_are_known.load(std::memory_order_relaxed);
     // Before its microbatch enters a module, the batch is being prepared.
     const bool is_loss = is_outside && frames.microbatch_of_modules == batch.microbatch;
+    // The program's own: an in-place division, a clip, which computes its norm without gradients.
+    bool is_on_gradients = false;
+    if (is_outside && !place.is_backward && !is_between_steps) {
+      is_on_gradients =
+          GradientWork::is_running() || uses_gradients(frames) ||
+          (has_ended_backward.load(std::memory_order_relaxed) && !at::GradMode::is_enabled());
+    }
     birth.sighting.phase = is_of_reducer(place.custom_function) ? Phase::grad_reduced
                            : place.is_recomputed                ? Phase::forward
                            : place.is_backward                  ? Phase::backward
                            : is_between_steps                   ? Phase::grad_local
+                           : is_on_gradients                    ? Phase::grad_norm
                            : is_loss                            ? Phase::loss
                                                                 : Phase::forward;
   }
@@ -256,27 +287,53 @@ BirthIds OperatorTrace::Impl::roots_of(const at::Tensor& values, ThreadFrames& f
                                        const std::string& reader) {
   const Root root = find_root(values, frames);
   if (root.is_temporary) return {};
-  if (root.kind == BirthKind::memory) {
-    std::vector<NamedTensor> gradients;
-    {
-      const std::lock_guard lock(mutex);
-      gradients = declarations.gradients_in(values);
-    }
-    BirthIds fused;
-    for (const NamedTensor& gradient : gradients) {
-      if (!is_bad(gradient.tensor)) continue;
-      BirthIds known;
-      {
-        const std::lock_guard lock(mutex);
-        known = lineage.births_in(gradient.tensor);
-      }
-      unite(fused, known.empty() ? fused_origins_of(gradient, root, frames) : known);
-    }
-    if (!fused.empty()) return fused;
+  // Of a bucket, parts may have been written, or never.
+  const bool may_be_of_gradients =
+      root.kind == BirthKind::memory ||
+      (root.kind == BirthKind::opaque && root.last_seen == LastSeen::allocated);
+  if (may_be_of_gradients) {
+    BirthIds of_gradients = roots_of_gradients_in(values, frames, reader);
+    if (!of_gradients.empty()) return of_gradients;
   }
   BirthIds before = passed_through(root, values, frames);
   if (!before.empty()) return before;
   return {add_root(root, values, frames, reader)};
+}
+
+BirthIds OperatorTrace::Impl::roots_of_gradients_in(const at::Tensor& values, ThreadFrames& frames,
+                                                    const std::string& reader) {
+  std::vector<NamedTensor> gradients;
+  {
+    const std::lock_guard lock(mutex);
+    gradients = declarations.gradients_in(values);
+  }
+  BirthIds found;
+  std::vector<std::pair<NamedTensor, Root>> changed;  // after their last write
+  for (const NamedTensor& gradient : gradients) {
+    if (!is_bad(gradient.tensor)) continue;
+    BirthIds known;
+    {
+      const std::lock_guard lock(mutex);
+      known = lineage.births_in(gradient.tensor);
+    }
+    if (known.empty()) {
+      Root root = find_root(gradient.tensor, frames);
+      if (root.kind != BirthKind::memory) continue;
+      known = fused_origins_of(gradient, root, frames);
+      if (known.empty()) changed.emplace_back(gradient, std::move(root));
+    }
+    unite(found, known);
+  }
+  if (!found.empty() || changed.empty()) return found;
+  // One fault, whether it hit one gradient or many.
+  const auto& [gradient, root] = changed.front();
+  if (changed.size() > 1) return {add_root(root, values, frames, reader)};
+  const BirthId id = add_root(root, gradient.tensor, frames, reader);
+  const std::lock_guard lock(mutex);
+  Birth& birth = births[static_cast<std::size_t>(id)].birth;
+  birth.sighting.parameter = gradient.name;
+  birth.sighting.role = "grad";
+  return {id};
 }
 
 std::vector<std::shared_ptr<const Place>> OperatorTrace::Impl::fused_writers_of(
@@ -284,13 +341,15 @@ std::vector<std::shared_ptr<const Place>> OperatorTrace::Impl::fused_writers_of(
   const auto dot = gradient.name.rfind('.');
   const std::string module = dot == std::string::npos ? "" : gradient.name.substr(0, dot);
   const std::lock_guard lock(mutex);
-  const std::uint64_t last_write = lineage.last_write_of(gradient.tensor).clock;
+  const RangeWrite last_write = lineage.last_write_of(gradient.tensor);
+  // If an operator adds up the gradient, no kernel inside a node of its module does.
+  const bool is_added_by_operators = last_write.clock > 0 && !last_write.is_filler;
   std::vector<std::shared_ptr<const Place>> had_it, of_its_module;
   for (const CustomNode& node : custom_nodes) {
-    if (node.start < last_write) continue;
+    if (node.start < last_write.clock) continue;
     if (std::ranges::find(node.parameters, gradient.name) != node.parameters.end()) {
       had_it.push_back(node.place);
-    } else if (!module.empty() && node.place->module == module) {
+    } else if (!module.empty() && node.place->module == module && !is_added_by_operators) {
       of_its_module.push_back(node.place);
     }
   }
@@ -375,11 +434,29 @@ bool OperatorTrace::Impl::is_seen_first(const at::Tensor& values) {
          declarations.find(values) == nullptr;
 }
 
-/// True if another operator's kernel executes the innermost operator.
-static bool is_inside_kernel(ThreadFrames& frames) {
-  const Frame* outer = frames.above(1);
-  return outer != nullptr && outer->info != nullptr && !outer->info->is_composite &&
-         !outer->info->is_custom;
+static bool is_given(const Frame& operation, const at::Tensor& values) {
+  bool is_given = false;
+  for (const c10::IValue& argument : operation.arguments) {
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      is_given |= tensor.defined() && tensor.has_storage() && tensor.is_alias_of(values);
+    });
+  }
+  return is_given;
+}
+
+/// True if the kernel of an operator around the reader allocated `values` for itself, as far as the
+/// allocation's clock tells; 0 if it was not seen. Such a kernel may also fill them off the
+/// dispatcher.
+static bool is_memory_of_kernel(const at::Tensor& values, std::uint64_t allocated,
+                                ThreadFrames& frames) {
+  for (std::size_t i = 1; const Frame* outer = frames.above(i); ++i) {
+    if (outer->kind == FrameKind::passage) continue;
+    if (outer->kind != FrameKind::operation) return false;
+    if (outer->info->is_composite || outer->info->is_custom) continue;
+    if (allocated != 0 && allocated < outer->start) continue;
+    if (!is_given(*outer, values)) return true;
+  }
+  return false;
 }
 
 /// True if `values` are memory of the outermost operator around the reader: not among its
@@ -392,14 +469,7 @@ static bool is_memory_of_outer_operator(const at::Tensor& values, ThreadFrames& 
     if (outer->kind != FrameKind::operation) break;
     outermost = outer;
   }
-  if (outermost == nullptr) return false;
-  bool is_given = false;
-  for (const c10::IValue& argument : outermost->arguments) {
-    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
-      is_given |= tensor.defined() && tensor.has_storage() && tensor.is_alias_of(values);
-    });
-  }
-  return !is_given;
+  return outermost != nullptr && !is_given(*outermost, values);
 }
 
 /// `tensor * float("nan")`, `tensor[i] = float("nan")`: Python makes the number's tensor without
@@ -416,14 +486,15 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
   bool is_left_alone = false;  // in this pass
   std::shared_ptr<const Place> touched_by;
   std::string allocator;
+  std::uint64_t last_write = 0;
   std::vector<Declarations::Declared> sharing;
   {
     const std::lock_guard lock(mutex);
     if (const StorageRecord* record = lineage.find(values)) {
       // A record that only has tags of other bytes says nothing about these.
       if (record->last_write != 0 || record->state == StorageState::foreign) state = record->state;
-      was_finite =
-          record->state == StorageState::written && record->finite_range.contains(range_of(values));
+      was_finite = lineage.was_written_finite(values);
+      last_write = record->last_write;
       if (record->writer != nullptr) root.writer = *record->writer;
       root.place = record->place;
       if (record->allocator != nullptr) allocator = *record->allocator;
@@ -474,8 +545,8 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
     root.writer = allocator;
     root.last_seen = LastSeen::allocated;
     if (touched_by != nullptr) root.inside = *touched_by;
-  } else if (state == StorageState::allocated && root.place == nullptr &&
-             is_inside_kernel(frames)) {
+  } else if ((state == StorageState::allocated || state == StorageState::written) &&
+             root.place == nullptr && is_memory_of_kernel(values, last_write, frames)) {
     root.is_temporary = true;
   } else if (state == StorageState::allocated || state == StorageState::written) {
     // Allocated around a frame that was to fill it, or inside one.
@@ -487,6 +558,8 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
     root.last_seen = LastSeen::allocated;
   } else if (!root.declared && is_number(values)) {
     root.kind = BirthKind::literal;
+  } else if (!root.declared && is_memory_of_kernel(values, 0, frames)) {
+    root.is_temporary = true;
   } else if (root.declared) {
     root.kind = root.declared->as == DeclaredAs::parameter ? BirthKind::weight
                 : root.declared->as == DeclaredAs::buffer  ? BirthKind::buffer
@@ -804,7 +877,10 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     BirthIds all = made == Content::nan ? inputs.with_nan : inputs.with_any;
     for (const TensorAt* output : explained) {
       const std::lock_guard lock(mutex);
-      unite(all, lineage.births_in(output->values));
+      BirthIds inside = lineage.births_in(output->values);
+      // A number that changes nothing: a second clamp of NaN by NaN.
+      if (made == Content::nan) inside = without_literals(std::move(inside));
+      unite(all, inside);
     }
     return pass_on(all);
   }

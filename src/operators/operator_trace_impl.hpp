@@ -127,11 +127,15 @@ struct OperatorTrace::Impl {
   /// The births of bad one-element tensors among the arguments of the surrounding operators.
   BirthIds origins_of_numbers(ThreadFrames& frames);
   BirthIds roots_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
+  /// The births of the bad gradients that lie in `values`: one that changed after its last write is
+  /// a new root. Empty if there are none, or if the trace does not know their last write.
+  BirthIds roots_of_gradients_in(const at::Tensor& values, ThreadFrames& frames,
+                                 const std::string& reader);
   /// The births of a bad gradient that a kernel off the dispatcher may have written; empty if none
   /// may.
   BirthIds fused_origins_of(const NamedTensor& gradient, const Root& root, ThreadFrames& frames);
-  /// Custom nodes that used this parameter (or else are of its module) and began after the last
-  /// write of the gradient by an operator.
+  /// Custom nodes that began after the last write of the gradient by an operator and used this
+  /// parameter or, if no operator has added to the gradient, are of its module.
   [[nodiscard]] std::vector<std::shared_ptr<const Place>> fused_writers_of(
       const NamedTensor& gradient);
   /// True if neither the declarations, the lineage nor autograd knows it.
@@ -149,6 +153,8 @@ struct OperatorTrace::Impl {
   BirthId add_birth(TracedBirth birth);
   void locate(Birth& birth, ThreadFrames& frames);
   [[nodiscard]] Place current_place(ThreadFrames& frames);
+  /// True if the running operator reads or writes a parameter's gradient.
+  [[nodiscard]] bool uses_gradients(ThreadFrames& frames);
   void read_code(Birth& birth, const ProgramCode::Caller& caller) const;
   /// Arguments in `written` are described without values: they now hold the result.
   void describe_operands(Birth& birth, const Frame& frame,
@@ -188,6 +194,7 @@ struct OperatorTrace::Impl {
   std::atomic<bool> is_in_optimizer = false;         // entered_phase is params_after
   std::atomic<std::int64_t> operators = 0;
   std::atomic<std::uint64_t> pass = 0;
+  std::atomic<bool> has_ended_backward = false;  // and no module was entered since
   std::atomic<int> graph_task = -1;      // autograd's number of the latest outermost backward pass
   std::atomic<std::uint64_t> clock = 1;  // one tick per operator that wrote something
   std::atomic<bool> are_transfers_in_flight = false;

@@ -108,6 +108,7 @@ void OperatorTrace::Impl::start_operation(const at::RecordFunction& call, Frame&
   if (microbatch) microbatches_are_known.store(true, std::memory_order_relaxed);
   if (frame.module != nullptr) {
     modules_are_entered.store(true, std::memory_order_relaxed);
+    if (frames.backward_depth == 0) has_ended_backward.store(false, std::memory_order_relaxed);
     frames.microbatch_of_modules = microbatch;
   }
   if (info.is_allocator && info.writes) {
@@ -395,6 +396,7 @@ ModulePath OperatorTrace::Impl::module_used_last(const ThreadFrames& frames) con
 void OperatorTrace::Impl::note_roots_of_backward() {
   const int task = torch::autograd::get_current_graph_task_id();
   if (graph_task.exchange(task, std::memory_order_relaxed) == task) return;
+  has_ended_backward.store(true, std::memory_order_relaxed);  // when a later operator asks
   const auto first = torch::autograd::get_current_node();
   if (first == nullptr) return;
   std::vector<const torch::autograd::Node*> roots = {first.get()};
@@ -536,7 +538,8 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
     // lift_fresh ends torch.tensor(...) and returns the new tensor.
     if (!info.returns_alias[i] || info.is_lift_fresh) add(returned[i], static_cast<int>(i));
   }
-  if (outputs.empty() && returned.empty() && info.writes && frame.has_arguments) {
+  const bool returns_what_it_writes = !returned.empty() && !info.updates_statistics;
+  if (!returns_what_it_writes && info.writes && frame.has_arguments) {
     for (std::size_t i = 0; i < frame.arguments.size(); ++i) {
       if (info.arguments[i] != ArgumentUse::read) add(frame.arguments[i], static_cast<int>(i));
     }

@@ -54,12 +54,24 @@ struct Autocast {
   }
 };
 
+/// The place of a view in a gradient's memory, `grad[0]` or `grad.data`.
+struct ViewOfGradient {
+  std::vector<std::int64_t> sizes, strides;
+  std::int64_t offset = 0;  // in elements, from the gradient's first one
+
+  [[nodiscard]] at::Tensor of(const at::Tensor& gradient) const {
+    return gradient.as_strided(sizes, strides, gradient.storage_offset() + offset);
+  }
+};
+
 /// A tensor argument of an operator: made by an event, a parameter's gradient, or kept.
 struct RecordedInput {
   std::size_t argument = 0;
   int element = -1;
   std::optional<RecordedValue> value;
   at::Tensor gradient_of;  // the parameter
+  /// Of a view of that gradient; empty for the gradient itself.
+  std::optional<ViewOfGradient> view;
   at::Tensor kept;
   std::uint32_t version = 0;  // of `kept`, when it was read
   at::Tensor sample;          // of its content then, unless it is a copy

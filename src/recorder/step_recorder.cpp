@@ -88,7 +88,16 @@ struct StepRecorder::Impl {
   std::unordered_map<const c10::TensorImpl*, Known> known;
   std::unordered_map<const c10::StorageImpl*, OwnMemory> memory;
   std::unordered_map<const c10::TensorImpl*, std::size_t> gradients;  // to the parameter's index
+  std::unordered_multimap<const c10::StorageImpl*, std::size_t> gradient_memory;
   bool are_gradients_new = false;
+  /// Of each parameter: its gradient, and the number of writes to it, after the last event that
+  /// wrote it.
+  struct Gradient {
+    const c10::TensorImpl* tensor = nullptr;
+    std::uint32_t version = 0;
+    friend bool operator==(const Gradient&, const Gradient&) = default;
+  };
+  std::vector<Gradient> written_gradients;  // empty before the step's first backward
   std::size_t sweep_at = 1024;
   RecordedEvents roots;
   struct Function {
@@ -127,24 +136,81 @@ struct StepRecorder::Impl {
     return found == memory.end() ? nullptr : &found->second;
   }
 
-  /// The parameter that has this gradient; undefined if none.
-  at::Tensor parameter_of(const at::Tensor& gradient) {
-    if (are_gradients_new) {
-      gradients.clear();
-      for (std::size_t i = 0; i < parameters.size(); ++i) {
-        const auto& grad = parameters[i].grad();
-        if (grad.defined()) gradients.emplace(grad.unsafeGetTensorImpl(), i);
+  void find_gradients() {
+    if (!are_gradients_new) return;
+    gradients.clear();
+    gradient_memory.clear();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const auto& grad = parameters[i].grad();
+      if (!grad.defined()) continue;
+      gradients.emplace(grad.unsafeGetTensorImpl(), i);
+      if (has_memory(grad)) {
+        gradient_memory.emplace(grad.storage().unsafeGetStorageImpl(), i);
       }
-      are_gradients_new = false;
     }
+    are_gradients_new = false;
+  }
+
+  static bool has_memory(const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && tensor.has_storage() && !is_wrapped(tensor);
+  }
+
+  /// True for a subclass, such as DTensor, whose values are in another tensor.
+  static bool is_wrapped(const at::Tensor& tensor) {
+    return tensor.key_set().has(c10::DispatchKey::Python);
+  }
+
+  /// The index of the parameter that has this gradient.
+  std::optional<std::size_t> parameter_of(const at::Tensor& gradient) {
+    find_gradients();
     const auto found = gradients.find(gradient.unsafeGetTensorImpl());
-    if (found == gradients.end()) return {};
-    const at::Tensor& parameter = parameters[found->second];
+    if (found == gradients.end()) return std::nullopt;
     // A program may have dropped its gradient since (FSDP1 in forward), and the address may be
     // reused.
     const bool is_its_own =
-        parameter.grad().unsafeGetTensorImpl() == gradient.unsafeGetTensorImpl();
-    return is_its_own ? parameter : at::Tensor();
+        parameters[found->second].grad().unsafeGetTensorImpl() == gradient.unsafeGetTensorImpl();
+    return is_its_own ? std::optional(found->second) : std::nullopt;
+  }
+
+  /// The parameter in whose gradient this view lies, and where.
+  std::optional<std::pair<std::size_t, ViewOfGradient>> place_in_gradient(const at::Tensor& view) {
+    find_gradients();
+    if (gradient_memory.empty() || !has_memory(view) || view.numel() == 0) return std::nullopt;
+    const auto [begin, end] = gradient_memory.equal_range(view.storage().unsafeGetStorageImpl());
+    for (auto at = begin; at != end; ++at) {
+      const at::Tensor& grad = parameters[at->second].grad();
+      if (!grad.defined() || !has_memory(grad) || !grad.is_alias_of(view)) continue;
+      if (grad.dtype() != view.dtype() || !grad.is_contiguous()) continue;
+      const std::int64_t first = view.storage_offset() - grad.storage_offset();
+      std::int64_t last = first;
+      for (std::int64_t d = 0; d < view.dim(); ++d) last += (view.size(d) - 1) * view.stride(d);
+      if (first < 0 || last >= grad.numel()) continue;
+      return std::pair(at->second, ViewOfGradient{view.sizes().vec(), view.strides().vec(), first});
+    }
+    return std::nullopt;
+  }
+
+  [[nodiscard]] Gradient gradient_now(std::size_t parameter) const {
+    const auto& grad = parameters[parameter].grad();
+    if (!grad.defined()) return {};
+    return {grad.unsafeGetTensorImpl(), version_of(grad)};
+  }
+
+  void note_gradients() {
+    written_gradients.clear();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      written_gradients.push_back(gradient_now(i));
+    }
+  }
+
+  /// A recorded event may have written to `tensor`.
+  void note_written_gradient(const at::Tensor& tensor) {
+    if (written_gradients.size() != parameters.size()) return;
+    if (const auto parameter = parameter_of(tensor)) {
+      written_gradients[*parameter] = gradient_now(*parameter);
+    } else if (const auto place = place_in_gradient(tensor)) {
+      written_gradients[place->first] = gradient_now(place->first);
+    }
   }
 
   void forget_the_dead() {
@@ -164,6 +230,8 @@ struct StepRecorder::Impl {
     memory.clear();
     functions.clear();
     gradients.clear();
+    gradient_memory.clear();
+    written_gradients.clear();
     roots.clear();
     read.clear();
     received.clear();
@@ -394,10 +462,17 @@ void StepRecorder::Impl::take_inputs(const std::shared_ptr<RecordedEvent>& event
 RecordedInput StepRecorder::Impl::input_of(const at::Tensor& tensor, std::uint32_t version) {
   RecordedInput input;
   input.version = version;
-  if (const auto* found = find(tensor)) {
+  const auto* found = tensor.defined() ? find(tensor) : nullptr;
+  const bool is_of_an_event = found != nullptr && memory_of(tensor) != nullptr;
+  if (is_of_an_event) {
     input.value = name_of(*found, tensor);
-  } else if (const auto parameter = parameter_of(tensor); parameter.defined()) {
-    input.gradient_of = parameter;
+  } else if (const auto parameter = parameter_of(tensor)) {
+    input.gradient_of = parameters[*parameter];
+  } else if (auto place = place_in_gradient(tensor)) {
+    input.gradient_of = parameters[place->first];
+    input.view = std::move(place->second);
+  } else if (found != nullptr) {
+    input.value = name_of(*found, tensor);
   } else {
     input.kept = tensor;
   }
@@ -532,7 +607,10 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
     made(event, tensor, position, !shares_memory);
   }
   for (const auto& tensor : written) wrote(event, tensor);
-  if (writes_gradients) roots.push_back(event);
+  if (writes_gradients) {
+    roots.push_back(event);
+    for (const at::Tensor& tensor : given) note_written_gradient(tensor);
+  }
   forget_the_dead();
 }
 
@@ -560,6 +638,7 @@ void StepRecorder::close() noexcept {
 void StepRecorder::set_parameters(std::vector<at::Tensor> parameters) {
   impl_->parameters = std::move(parameters);
   impl_->are_gradients_new = true;
+  impl_->written_gradients.clear();
   note_weights();
 }
 
@@ -586,6 +665,16 @@ std::uint64_t StepRecorder::state_of_gradients() const {
     state = state * 31 + version_of(gradient);
   }
   return state;
+}
+
+std::vector<at::Tensor> StepRecorder::changed_gradients() const {
+  std::vector<at::Tensor> changed;
+  for (std::size_t i = 0; i < impl_->written_gradients.size(); ++i) {
+    if (impl_->gradient_now(i) != impl_->written_gradients[i]) {
+      changed.push_back(impl_->parameters[i]);
+    }
+  }
+  return changed;
 }
 
 void StepRecorder::pause() noexcept {
@@ -624,6 +713,7 @@ void StepRecorder::begin_step() {
   impl.received.clear();
   impl.kept_bytes = impl.copied_on_host = impl.copied_on_device = 0;
   impl.are_gradients_new = true;
+  impl.written_gradients.clear();
   impl.standing_problem.clear();
 }
 
@@ -673,6 +763,7 @@ std::shared_ptr<const RecordedEvent> StepRecorder::add_call(std::shared_ptr<void
 void StepRecorder::add_backward(std::shared_ptr<void> payload, std::span<const at::Tensor> roots) {
   impl_->roots.push_back(add_call(std::move(payload), roots, {}));
   impl_->are_gradients_new = true;
+  impl_->note_gradients();
   impl_->read.clear();
   ++impl_->backwards;
 }

@@ -1,10 +1,12 @@
 // Executes the events of a recorded step again.
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "nanlocator/error.hpp"
+#include "nanlocator/operators/gradient_work.hpp"
 #include "nanlocator/replay/capture.hpp"
 #include "recorder/recorded_caller.hpp"
 #include "recorder/recorded_event.hpp"
@@ -103,7 +105,10 @@ void StepReplay::execute(const RecordedEvent& operation) {
   for (const auto& input : data.tensors) {
     at::Tensor tensor = input.kept;
     if (input.value) tensor = impl_->get(*input.value);
-    if (input.gradient_of.defined()) tensor = input.gradient_of.grad();
+    if (input.gradient_of.defined()) {
+      tensor = input.gradient_of.grad();
+      if (input.view && tensor.defined()) tensor = input.view->of(tensor);
+    }
     if (input.is_overwritten()) {
       if (impl_->take_first_outputs(operation)) return;
       throw Error("what " + data.handle->schema().name() +
@@ -121,6 +126,10 @@ void StepReplay::execute(const RecordedEvent& operation) {
   const RecordedCaller caller(data.caller);
   std::optional<ModuleScope> module;
   if (data.module != nullptr) module.emplace(*data.module);
+  const bool is_on_gradients = std::ranges::any_of(
+      data.tensors, [](const auto& each) { return each.gradient_of.defined(); });
+  std::optional<GradientWork> gradient_work;
+  if (is_on_gradients) gradient_work.emplace();
   set_generator_states(data.generators);
   auto stack = std::move(arguments);
   data.handle->callBoxed(stack);

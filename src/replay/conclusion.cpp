@@ -147,19 +147,32 @@ class Conclusion {
       return ReplayConclusion::deterministic_custom;
     }
     if (output.stats.nan > 0 || have_bad_input || is_at_pole()) {
-      add(output.stats.nan > 0 ? undefined : have_bad_input ? infinite : infinite_at_zero);
+      add(output.stats.nan > 0 ? undefined : have_bad_input ? infinite : infinite_at_pole);
       return ReplayConclusion::deterministic_undefined;
     }
     add(exceeds_range);
     return ReplayConclusion::deterministic_overflow;
   }
 
-  /// log 0, 1/0, rsqrt 0, 0 to a negative power: the poles of pointwise functions that training
-  /// meets are at zero (others, such as atanh 1, are reported as an overflow).
+  /// log 0, 1/0, rsqrt 0, 0 to a negative power; atanh 1, log1p -1, erfinv 1: the poles of
+  /// pointwise functions that training meets are at zero, or at numbers of ordinary size.
   bool is_at_pole() const {
-    return evidence_.is_pointwise &&
-           std::any_of(report_.inputs_at_first_bad.begin(), report_.inputs_at_first_bad.end(),
-                       [](const ReplayedInput& input) { return input.value == 0; });
+    const auto& inputs = report_.inputs_at_first_bad;
+    if (!evidence_.is_pointwise || inputs.empty()) return false;
+    const auto is_zero = [](const ReplayedInput& input) { return input.value == 0; };
+    return std::ranges::any_of(inputs, is_zero) || has_too_small_inputs_for_float64();
+  }
+
+  /// Of such numbers, even exp(100) and 100 to the power of 100 are finite in float64.
+  bool has_too_small_inputs_for_float64() const {
+    constexpr double kSmallest = 1e-3;
+    constexpr double kLargest = 100;
+    const bool was_wide = report_.wider == ReplayVariant::float64 ||
+                          report_.recorded[report_.judged].dtype == "float64";
+    return was_wide && evidence_.largest_number <= kLargest &&
+           std::ranges::all_of(report_.inputs_at_first_bad, [&](const ReplayedInput& input) {
+             return std::abs(input.value) >= kSmallest && std::abs(input.value) <= kLargest;
+           });
   }
 
   ReplayReport& report_;

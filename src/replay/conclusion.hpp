@@ -12,6 +12,7 @@ namespace nanlocator::inline replay_room {
 /// Facts beyond the report itself.
 struct ConclusionEvidence {
   std::vector<TensorStats> inputs;  // of every floating-point tensor among the arguments
+  double largest_number = 0;        // among the arguments that are numbers
   bool is_custom = false;     // the operator is not PyTorch's, so its correct result is unknown
   bool is_pointwise = false;  // each output element depends on one element of each input
 };

@@ -72,9 +72,12 @@ class Words {
                       "dtype was tried.");
       case infinite:
         return everywhere() + " the result is infinite.";
-      case infinite_at_zero:
-        return everywhere() +
-               " the result is infinite, and an input is an exact zero: a pole of the function.";
+      case infinite_at_pole:
+        return everywhere() + " the result is infinite, and " +
+               (std::ranges::count(report_.inputs_at_first_bad, 0.0, &ReplayedInput::value) > 0
+                    ? "an input is an exact zero"
+                    : "no input is large") +
+               ": a pole of the function.";
       case exceeds_range:
         return everywhere() +
                " the result is infinite for finite inputs away from zero: it exceeds " +

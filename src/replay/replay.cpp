@@ -237,6 +237,10 @@ ReplayReport replay(const OperatorCall& recorded_call, const ReplayOptions& opti
   {
     const OwnWork guard;
     for (const auto& value : call.arguments) {
+      if (value.isDouble() || value.isInt()) {
+        const double number = value.toScalar().toDouble();
+        evidence.largest_number = std::max(evidence.largest_number, std::abs(number));
+      }
       for_each_tensor(value, [&](const at::Tensor& tensor) {
         if (!is_comparable(tensor) || why_not_scannable(tensor) != nullptr) return;
         evidence.inputs.push_back(scan_tensors({on_host_in_order(tensor)}).front());

@@ -162,6 +162,27 @@ std::string collective_again_text(const Origin& origin) {
   return "execute the collective on the same values alone: it failed again on finite inputs";
 }
 
+/// "sqrt" of aten::sqrt, "div" of aten::div.Tensor.
+std::string function_of(const std::string& op) {
+  const std::size_t colons = op.rfind("::");
+  const std::size_t begin = colons == std::string::npos ? 0 : colons + 2;
+  return op.substr(begin, op.find('.', begin) - begin);
+}
+
+}  // namespace
+
+std::string first_bad_call_of(const Origin& origin) {
+  const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
+  if (fact == nullptr) return "";
+  std::vector<std::string> parts;
+  for (const auto& [name, value] : fact->values) parts.push_back(short_number(value));
+  const bool is_division = function_of(origin.op) == "div" || function_of(origin.op) == "div_";
+  if (is_division && parts.size() == 2) return parts[0] + " / " + parts[1];
+  return parts.empty() ? "" : function_name_of(origin.op) + "(" + joined(parts, ", ") + ")";
+}
+
+namespace {
+
 std::string dtype_of(const Origin& origin) {
   return origin.tensor ? origin.tensor->dtype : "the dtype";
 }
@@ -173,29 +194,11 @@ std::string module_of(const Origin& origin) {
 /// The forward's operator, because the code to change for a fault in backward is in forward.
 std::string forward_operation_of(const Origin& origin) {
   if (origin.forward_op.empty() || !origin.custom_function.empty()) return operation_of(origin);
-  return origin.forward_op + (origin.module.empty() ? "" : " of module " + origin.module);
+  return function_name_of(origin.forward_op);
 }
 
 std::string where_in_bundle(const Origin& origin) {
   return origin.bundle.empty() ? "" : " (the inputs are in the bundle)";
-}
-
-/// "sqrt" of aten::sqrt, "div" of aten::div.Tensor.
-std::string function_of(const std::string& op) {
-  const std::size_t colons = op.rfind("::");
-  const std::size_t begin = colons == std::string::npos ? 0 : colons + 2;
-  return op.substr(begin, op.find('.', begin) - begin);
-}
-
-/// The call at the first bad element: "sqrt(-0.131)", "0 / 0".
-std::string first_bad_call_of(const Origin& origin) {
-  const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
-  if (fact == nullptr) return "";
-  std::vector<std::string> parts;
-  for (const auto& [name, value] : fact->values) parts.push_back(short_number(value));
-  const std::string name = function_of(origin.op);
-  if (name == "div" && parts.size() == 2) return parts[0] + " / " + parts[1];
-  return parts.empty() ? "" : name + "(" + joined(parts, ", ") + ")";
 }
 
 std::string with_operands(const Origin& origin) {
@@ -380,11 +383,11 @@ const char* ignored_of(const Origin& origin) {
 
 std::string operation_of(const Origin& origin) {
   if (!origin.custom_function.empty()) {
-    return origin.custom_function + (origin.op.empty() ? "" : " (in its " + origin.op + ")");
+    return origin.custom_function;
   }
   if (origin.op.empty())
     return origin.module.empty() ? "this operation" : "module " + origin.module;
-  return origin.op + (origin.module.empty() ? "" : " of module " + origin.module);
+  return function_name_of(origin.op);
 }
 
 /// The title by the conclusion of the kernel's replay; "" without one.
@@ -420,6 +423,9 @@ std::string title_of(const Origin& origin) {
   if (origin.cause == Cause::collective_result && has_fact(origin.facts, FactKind::happened_once)) {
     title = "collective that returned wrong values, once";
   }
+  if (origin.cause == Cause::bad_buffer && origin.parameter.empty()) {
+    title = "tensor of a module that was bad before the step";
+  }
   if (title.empty()) title = title_of(origin.cause);
   const bool is_made_there =
       origin.cause == Cause::operator_undefined || origin.cause == Cause::operator_overflow ||
@@ -427,6 +433,12 @@ std::string title_of(const Origin& origin) {
   return origin.custom_function.empty() || !is_made_there
              ? title
              : title + ", in the code of " + origin.custom_function;
+}
+
+std::string suspects_text(const Origin& origin) {
+  std::vector<std::string> open;
+  for (const Suspect suspect : origin.alternatives) open.push_back(suspect_text(suspect, origin));
+  return joined(open);
 }
 
 std::string certainty_of(const Origin& origin) {
@@ -601,9 +613,13 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::correct_expression:
       return {"correct what makes the argument of " + operation + ": it is outside the domain" +
                   with_operands(origin) + "; an epsilon will not help",
-              "where it may legitimately reach the edge of the domain, clamp it to a small "
-              "positive number: "
-              "at exactly zero the slope is infinite"};
+              origin.detail == Detail::outside_domain
+                  ? "where it may legitimately reach the edge of the domain, clamp it to a little "
+                    "inside: "
+                    "at the edge the result or its slope is infinite"
+                  : "where it may legitimately reach the edge of the domain, clamp it to a small "
+                    "positive number: "
+                    "at exactly zero the slope is infinite"};
     case Action::find_source_of_zero:
       return {"find what made " + zero_of(origin) + with_operands(origin),
               "if a zero may occur there, replace it before " + operation +

@@ -8,8 +8,12 @@
 
 namespace nanlocator::inline report_room {
 
-/// "aten::log of module encoder.norm", the parameter, or "this operation".
+/// "torch.log", a custom function's name, "module encoder.norm" or "this operation".
 [[nodiscard]] std::string operation_of(const Origin& origin);
+/// The call at the first bad element: "sqrt(-0.131)", "0 / 0"; "" if the values are not known.
+[[nodiscard]] std::string first_bad_call_of(const Origin& origin);
+/// The origin's alternatives: "a link, the memory of rank 3 and a race".
+[[nodiscard]] std::string suspects_text(const Origin& origin);
 /// The next steps, in order, without the check of the machines.
 [[nodiscard]] std::vector<std::string> steps_text(const Origin& origin);
 

@@ -9,9 +9,10 @@
 #include <vector>
 
 #include "files/printable.hpp"
+#include "nanlocator/report/narrative.hpp"
 #include "nanlocator/report/sentences.hpp"
 #include "nanlocator/report/terminal.hpp"
-#include "report/page_assets.hpp"
+#include "report/assets.hpp"
 #include "report/page_data.hpp"
 #include "report/page_text.hpp"
 #include "report/words.hpp"
@@ -132,10 +133,11 @@ class StaticParts {
                        (verdict_.origins.empty() ? " no-origin" : "") + "\">";
     html += "<p class=\"badge\"><span aria-hidden=\"true\">" + std::string(status.mark) +
             "</span> " + std::string(status.text) + "</p>";
-    html += element("h1", "id=\"headline\"", headline_of(verdict_)) + job() + "</div>";
+    html += block() + "</div>";
     const auto& origins = verdict_.origins;
     if (origins.size() == 1) {
-      html += origin_body(origins.front(), 0);
+      html += element("h2", "class=\"found\"", headline_of(verdict_, origins.front())) +
+              origin_body(origins.front(), 0);
     } else {
       for (std::size_t i = 0; i < std::min(origins.size(), kMostOriginsShown); ++i) {
         html += "<details class=\"origin\"" + std::string(i == 0 ? " open" : "") + "><summary>";
@@ -286,15 +288,28 @@ class StaticParts {
            "</div>";
   }
 
-  [[nodiscard]] std::string job() const {
-    std::string html;
-    const auto add = [&](const char* name, const std::string& text) {
-      if (!text.empty())
-        html += "<div>" + element("dt", "", name) + element("dd", "", text) + "</div>";
-    };
-    add("job", job_of(verdict_));
-    add("restart", restart_of(verdict_));
-    return html.empty() ? "" : "<dl class=\"job\">" + html + "</dl>";
+  /// The block's rows, as in the log.
+  [[nodiscard]] std::string block() const {
+    const Narrative told = narrative_of(verdict_, report_.run_dir);
+    std::string html = element("p", "class=\"event\"",
+                               told.severity + "[" + told.code + "] " + told.event) +
+                       element("h1", "id=\"headline\"",
+                               told.severity == "INFO" ? outcome_of(verdict_) : told.action);
+    if (told.severity != "INFO") {
+      html += "<ul class=\"five\">";
+      for (const auto& [name, value] :
+           {std::pair("restart", told.restart), std::pair("hosts", told.hosts),
+            std::pair("load", told.load), std::pair("page", told.page),
+            std::pair("ticket", told.ticket)}) {
+        html += "<li>" + element("span", "", name) + " " + element("b", "", value) + "</li>";
+      }
+      html += "</ul>";
+    }
+    html += "<dl class=\"job\">";
+    for (const auto& [name, text] : told.rows) {
+      html += "<div>" + element("dt", "", name) + "<dd>" + breakable(text) + "</dd></div>";
+    }
+    return html + "</dl>";
   }
 
   [[nodiscard]] std::string spread() const {
@@ -372,17 +387,17 @@ std::string format_page(const RunReport& report, const PagePictures& pictures,
                         const PageLimits& limits) {
   const StaticParts parts(report, pictures);
   const std::map<std::string_view, std::function<std::string()>> values = {
-      {"style", [] { return std::string(page_assets::kStyle); }},
-      {"script", [] { return std::string(page_assets::kScript); }},
-      {"style_hash", [] { return std::string(page_assets::kStyleHash); }},
-      {"script_hash", [] { return std::string(page_assets::kScriptHash); }},
+      {"style", [] { return std::string(assets::kStyle); }},
+      {"script", [] { return std::string(assets::kScript); }},
+      {"style_hash", [] { return std::string(assets::kStyleHash); }},
+      {"script_hash", [] { return std::string(assets::kScriptHash); }},
       {"title", [&] { return parts.title(); }},
       {"masthead", [&] { return parts.masthead(); }},
       {"verdict", [&] { return parts.verdict(); }},
       {"rank_summary", [&] { return parts.rank_summary(); }},
       {"run_facts", [&] { return parts.run_facts(); }},
       {"data", [&] { return script_json(page_data(report, pictures, limits)); }}};
-  return filled(page_assets::kTemplate, [&](std::string_view name) { return values.at(name)(); });
+  return filled(assets::kTemplate, [&](std::string_view name) { return values.at(name)(); });
 }
 
 }  // namespace

@@ -363,6 +363,8 @@ class RunReader {
                         " can be read");
     }
     report_.verdict = std::move(verdict);
+    if (recorded) report_.verdict.launch = recorded->launch;
+    report_.verdict.decision = decide(report_.verdict, earlier_verdicts(folder_));
     if (!recorded) return;
     merged.ledgers = {};
     if (report_.ledgers.empty()) {
@@ -481,6 +483,26 @@ std::vector<std::int64_t> recorded_steps(const fs::path& attempt) {
   std::vector<std::string> ignored;
   const auto steps = RecordedVerdicts(attempt, ignored).steps();
   return {steps.begin(), steps.end()};
+}
+
+std::vector<Verdict> earlier_verdicts(const fs::path& attempt) {
+  std::vector<Verdict> earlier;
+  const fs::path folder = fs::absolute(attempt).lexically_normal();
+  const std::string name = folder.filename().string();
+  const auto attempts = numbered_entries(folder.parent_path(), "a", "");
+  const auto own = std::ranges::find(attempts, name, [](const auto& entry) {
+    return entry.second.filename().string();
+  });
+  if (own == attempts.end()) return earlier;
+  std::vector<std::string> ignored;
+  for (auto each = std::make_reverse_iterator(own);
+       each != attempts.rend() && std::ssize(earlier) < kMostEarlier; ++each) {
+    const RecordedVerdicts recorded(each->second, ignored);
+    const auto steps = recorded.steps();
+    if (steps.empty()) continue;
+    if (auto verdict = recorded.of_step(*steps.rbegin())) earlier.push_back(*std::move(verdict));
+  }
+  return earlier;
 }
 
 std::optional<Verdict> read_recorded_verdict(const fs::path& attempt, std::int64_t iteration) {

@@ -240,11 +240,20 @@ std::string machine_check_command(const JobLayout& layout) {
 
 namespace {
 
-enum class Course { unknown, goes_on, goes_on_damaged, stops };
+/// True if the weights of the operator's module are no larger than trained weights are: it
+/// overflowed for another reason.
+bool has_usual_weights(const Origin& origin) {
+  constexpr double kLargest = 100;
+  const Fact* const weights = find_fact(origin.facts, FactKind::weights_magnitude);
+  return weights != nullptr && std::ranges::all_of(weights->values, [](const auto& weight) {
+           return weight.second <= kLargest;
+         });
+}
 
-bool has_overflow(const Verdict& verdict) {
+/// True if weights may have grown until an operator overflowed.
+bool has_overflow_of_weights(const Verdict& verdict) {
   return std::ranges::any_of(verdict.origins, [](const Origin& origin) {
-    return origin.cause == Cause::operator_overflow;
+    return origin.cause == Cause::operator_overflow && !has_usual_weights(origin);
   });
 }
 
@@ -269,19 +278,6 @@ std::string bad_weights_of(const Verdict& verdict) {
 
 bool has_bad_gradients(const Verdict& verdict) {
   return !verdict.spread.parameters.empty();
-}
-
-/// How the policy continues the job after the finding.
-Course course_of(const Verdict& verdict) {
-  const std::string& on_bad = verdict.job.on_bad;
-  if (on_bad.empty() || verdict.status == VerdictStatus::clean) return Course::unknown;
-  if (verdict.status == VerdictStatus::benign) return Course::goes_on;
-  const bool is_clean_now = verdict.rerun.reproduced == false;
-  if (on_bad == "stop" || (on_bad == "recover" && !is_clean_now)) return Course::stops;
-  const bool is_applied = on_bad == "report" && !is_clean_now && has_bad_gradients(verdict) &&
-                          !verdict.job.framework_skips_update;
-  const bool is_damaged = is_applied || verdict.job.restart >= Restart::before_step;
-  return is_damaged ? Course::goes_on_damaged : Course::goes_on;
 }
 
 }  // namespace
@@ -470,8 +466,8 @@ std::string restart_of(const Verdict& verdict) {
     case Restart::repeats:
       return "not yet: step " + step +
              " will be bad again with the same data and weights; when that is fixed, from " +
-             (has_overflow(verdict) ? "a checkpoint whose weights have their usual size"
-                                    : "the latest checkpoint");
+             (has_overflow_of_weights(verdict) ? "a checkpoint whose weights have their usual size"
+                                               : "the latest checkpoint");
     case Restart::before_step:
       return "only from " + checkpoint_before(job.restart_before.value_or(verdict.iteration)) +
              "; do not save these weights";

@@ -9,6 +9,7 @@
 
 #include "files/printable.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
+#include "nanlocator/report/narrative.hpp"
 #include "nanlocator/report/sentences.hpp"
 #include "report/words.hpp"
 
@@ -17,7 +18,7 @@ namespace {
 
 // verdict.json has what does not fit.
 constexpr std::ptrdiff_t kMostLines = 25;
-constexpr int kLabelColumns = 11;
+constexpr int kLabelColumns = 13;
 constexpr int kNarrowest = 40;
 
 constexpr std::string_view kReset = "\033[0m";
@@ -33,9 +34,18 @@ class Page {
       : width_(std::max(style.width, kNarrowest)), has_colour_(style.colour) {}
 
   void headline(std::string_view text, std::string_view colour) { add({}, text, 0, 4, colour); }
+  /// Not wrapped, so that a log shows it whole.
+  void first_line(std::string_view text, std::string_view colour) {
+    text_ += painted(printable(text), colour) + "\n";
+  }
   void row(std::string_view label, std::string_view text, int indent) {
     add(label, text, indent, indent + kLabelColumns, kCyan);
   }
+  /// Not wrapped.
+  void verbatim(std::string_view text, int indent) {
+    text_ += std::string(static_cast<std::size_t>(indent), ' ') + printable(text) + "\n";
+  }
+  void text_line(std::string_view text, int indent) { add({}, text, indent, indent + 2, {}); }
   /// A line for copying: not wrapped, whatever its length.
   void line(std::string_view label, std::string_view text, int indent) {
     const int width = std::exchange(width_, std::numeric_limits<int>::max() / 2);
@@ -110,6 +120,11 @@ std::string cause_text(const Origin& origin) {
   std::string text = title_of(origin);
   if (origin.cause != Cause::unknown) text += " (" + std::string(name_of(origin.cause)) + ")";
   return text;
+}
+
+std::string_view colour_of(std::string_view severity) {
+  if (severity == "INFO") return kGreen;
+  return severity == "WARNING" ? kYellow : kRed;
 }
 
 /// How much of a verdict is shown; reduced until it fits the lines.
@@ -241,6 +256,31 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
 }  // namespace
 
 std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
+  const Narrative told = narrative_of(verdict, style.run_dir);
+  Page page(style);
+  page.first_line("nanlocator " + told.severity + "[" + told.code + "] " + told.event + ": " +
+                    told.action,
+                colour_of(told.severity));
+  if (told.severity == "INFO") {
+    for (const auto& [label, text] : told.rows) page.row(label + ":", text, 2);
+    return std::move(page).text();
+  }
+  page.verbatim("restart " + told.restart + " | hosts " + told.hosts + " | load " + told.load +
+                     " | page " + told.page + " | ticket " + told.ticket,
+                 2);
+  for (const auto& [label, text] : told.rows) page.row(label + ":", text, 2);
+  if (told.place.empty() && told.details.empty()) return std::move(page).text();
+  page.text_line("--- " + (told.audience.empty() ? "evidence" : told.audience), 2);
+  if (!told.place.empty()) page.text_line(told.place, 2);
+  if (!told.source.empty()) page.verbatim(told.source, 2);
+  for (const auto& [label, text] : told.details) {
+    const std::string shown = label.empty() ? " " : label + ":";
+    label == "replay" ? page.line(shown, text, 2) : page.row(shown, text, 2);
+  }
+  return std::move(page).text();
+}
+
+std::string format_evidence(const Verdict& verdict, const TerminalStyle& style) {
   std::string text;
   for (const Amounts& most : amounts_to_try(verdict.origins.size() == 1)) {
     text = format(verdict, style, most);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -10,6 +11,7 @@
 #include "files/json_fields.hpp"
 #include "map/coordinates_json.hpp"
 #include "nanlocator/locate/cause_table.hpp"
+#include "nanlocator/report/narrative.hpp"
 #include "nanlocator/report/sentences.hpp"
 #include "record/birth_json.hpp"
 #include "record/rerun_variant_json.hpp"
@@ -75,6 +77,31 @@ constexpr auto json_fields(const JobState*) {
       JsonAdded(JsonField("restart_before", &JobState::restart_before)));
 }
 
+constexpr auto json_fields(const JobDecision*) {
+  using D = JobDecision;
+  return std::tuple(JsonField("kind", &D::kind), JsonField("origin", &D::origin),
+                    JsonField("traced", &D::is_traced), JsonField("ranks", &D::ranks),
+                    JsonWriteOnly{"hosts"}, JsonWriteOnly{"devices"},
+                    JsonField("newest_step", &D::newest_step),
+                    JsonField("check_first", &D::is_to_check), JsonField("page", &D::page),
+                    JsonField("ticket", &D::ticket), JsonField("recurrence", &D::recurrence),
+                    JsonField("rests_on", &D::rests_on));
+}
+
+constexpr auto json_fields(const CheckpointFile*) {
+  return std::tuple(JsonField("step", &CheckpointFile::step),
+                    JsonField("name", &CheckpointFile::name));
+}
+
+constexpr auto json_fields(const Launch*) {
+  using L = Launch;
+  return std::tuple(JsonOrNull("found", &L::found), JsonOrNull("scheduler", &L::scheduler),
+                    JsonOrNull("job_id", &L::job_id), JsonOrNull("job_name", &L::job_name),
+                    JsonField("attempt", &L::attempt),
+                    JsonOrNull("checkpoint_dir", &L::checkpoint_dir),
+                    JsonField("checkpoints", &L::checkpoints));
+}
+
 constexpr auto json_fields(const JobLayout*) {
   return std::tuple(JsonField("first_rank", &JobLayout::first_rank),
                     JsonField("ranks_per_host", &JobLayout::ranks_per_host, 1),
@@ -87,13 +114,14 @@ constexpr auto json_fields(const Verdict*) {
                     JsonField("status", &V::status), JsonField("origins", &V::origins),
                     JsonField("spread", &V::spread), JsonField("clean", &V::clean),
                     JsonField("rerun", &V::rerun), JsonField("job", &V::job),
-                    JsonField("layout", &V::layout), JsonField("silent_ranks", &V::silent_ranks),
+                    JsonAdded(JsonField("decision", &V::decision)), JsonWriteOnly{"narrative"},
+                    JsonAdded(JsonField("launch", &V::launch)), JsonField("layout", &V::layout), JsonField("silent_ranks", &V::silent_ranks),
                     JsonField("notes", &V::notes), JsonField("facts", &V::facts));
 }
 
 namespace {
 
-constexpr int kVersion = 2;
+constexpr int kVersion = 3;
 
 /// Upgrades version 1 to version 2: new fields are empty, and its confidence was about the place.
 void upgrade(nlohmann::json& verdict) {
@@ -123,6 +151,36 @@ void read_sentences(const JsonObject& object, Origin& origin) {
   origin.facts.push_back({.kind = FactKind::stated_action, .text = object.text("action")});
 }
 
+nlohmann::ordered_json rows_to_json(
+    const std::vector<std::pair<std::string, std::string>>& rows) {
+  auto json = nlohmann::ordered_json::array();
+  for (const auto& [label, text] : rows) json.push_back({label, text});
+  return json;
+}
+
+nlohmann::ordered_json to_json(const Narrative& told) {
+  return {{"severity", told.severity}, {"code", told.code},
+          {"action", told.action},     {"restart", told.restart},
+          {"hosts", told.hosts},       {"load", told.load},
+          {"page", told.page},         {"ticket", told.ticket},
+          {"rows", rows_to_json(told.rows)},
+          {"place", told.place},       {"source", told.source},
+          {"details", rows_to_json(told.details)}};
+}
+
+/// The suspected ranks' machines, as far as the verdict knows them.
+void add_machines(const Verdict& verdict, nlohmann::ordered_json& decision) {
+  std::set<std::string> hosts, devices;
+  for (const RankCoordinates& each :
+       verdict.layout ? verdict.layout->mentioned : std::vector<RankCoordinates>{}) {
+    if (std::ranges::count(verdict.decision.ranks, each.rank) == 0 || each.host.empty()) continue;
+    hosts.insert(each.host);
+    devices.insert(each.host + " " + each.device);
+  }
+  decision["hosts"] = hosts;
+  decision["devices"] = devices;
+}
+
 }  // namespace
 
 std::string to_json(const Verdict& verdict) {
@@ -140,6 +198,8 @@ std::string to_json(const Verdict& verdict) {
     written["refuted_by"] = refutation_of(origin);
     written["action"] = action_of(verdict, origin);
   }
+  add_machines(verdict, json["decision"]);
+  json["narrative"] = to_json(narrative_of(verdict));
   return json.dump(2, ' ', true, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
@@ -147,10 +207,12 @@ Verdict verdict_from_json(std::string_view text, const std::string& source) {
   nlohmann::json json = parse_json(text, source);
   const JsonObject object(json, source);
   const bool is_version_1 = object.member("version") == 1;
+  bool has_decision = false;
   if (is_version_1) {
     upgrade(json);
   } else {
-    require_version(object, kVersion);
+    has_decision = object.member("version") != 2;
+    require_version(object, has_decision ? kVersion : 2);
   }
   auto verdict = fields_from_json<Verdict>(object);
   if (is_version_1) {
@@ -159,6 +221,7 @@ Verdict verdict_from_json(std::string_view text, const std::string& source) {
       read_sentences(origins.element(i).object(), verdict.origins[i]);
     }
   }
+  if (!has_decision) verdict.decision = decide(verdict);
   // The last notes are the sentences of the verdict's facts.
   verdict.notes.resize(verdict.notes.size() - std::min(verdict.notes.size(), verdict.facts.size()));
   return verdict;

@@ -1,5 +1,9 @@
 #include "report/words.hpp"
 
+#include <array>
+#include <string_view>
+#include <utility>
+
 #include "files/printable.hpp"
 #include "files/text.hpp"
 
@@ -140,6 +144,25 @@ std::string replay_command(const std::filesystem::path& run_dir, const std::stri
   const auto folder =
       run_dir.empty() ? std::filesystem::path() : std::filesystem::absolute(run_dir);
   return "nanlocator replay " + shell_word((folder / bundle).string());
+}
+
+std::string function_name_of(const std::string& op) {
+  constexpr std::array<std::pair<std::string_view, const char*>, 8> kPublic = {{
+      {"_softmax", "torch.softmax"},
+      {"_log_softmax", "torch.log_softmax"},
+      {"native_layer_norm", "layer_norm"},
+      {"native_batch_norm", "batch_norm"},
+      {"nll_loss_forward", "nll_loss"},
+      {"_to_copy", "the conversion to another dtype"},
+      {"copy_", "the copy"},
+      {"linalg_vector_norm", "torch.linalg.vector_norm"},
+  }};
+  if (!op.starts_with("aten::")) return op;
+  const std::string name = op.substr(6, op.find('.') == op.npos ? op.npos : op.find('.') - 6);
+  for (const auto& [inner, outer] : kPublic) {
+    if (name == inner) return outer;
+  }
+  return (name.ends_with("_") ? "torch.Tensor." : "torch.") + name;
 }
 
 }  // namespace nanlocator::inline report_room

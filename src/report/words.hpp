@@ -39,6 +39,8 @@ namespace nanlocator::inline report_room {
 [[nodiscard]] std::string code_place(const CodeLine& code);
 /// "model.py:412 in forward: torch.sqrt(var)".
 [[nodiscard]] std::string code_text(const CodeLine& code);
+/// As a program calls it: "torch.div" of "aten::div.Tensor"; other names as they are.
+[[nodiscard]] std::string function_name_of(const std::string& op);
 /// "nanlocator replay /runs/a0/bundles/step12-forward-rank0-mlp": works from any folder if the
 /// run's folder is known.
 [[nodiscard]] std::string replay_command(const std::filesystem::path& run_dir,

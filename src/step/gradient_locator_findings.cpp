@@ -9,6 +9,7 @@
 #include "nanlocator/report/html.hpp"
 #include "nanlocator/report/read_run.hpp"
 #include "nanlocator/report/verdict_json.hpp"
+#include "step/launch.hpp"
 
 namespace nanlocator::inline step_room {
 namespace {
@@ -224,6 +225,8 @@ Verdict GradientLocator::Impl::judge(std::span<const Ledger> ledgers,
     auto problem = communicator->monitor()->problem();
     if (!problem.empty()) verdict.notes.push_back(std::move(problem));
   }
+  verdict.launch = read_launch(options.checkpoint_dir, run.attempt, iteration);
+  verdict.decision = decide(verdict, earlier_verdicts(directory));
   return verdict;
 }
 
@@ -410,7 +413,7 @@ void GradientLocator::Impl::write_page(const Verdict& verdict, std::vector<Ledge
     report.ledgers = std::move(ledgers);
     add_details(report, directory);
     write_file_atomically(path, format_html(report));
-    std::cerr << "  page       " + std::filesystem::absolute(path).string() + "\n\n" << std::flush;
+    std::cerr << "  report:      " + std::filesystem::absolute(path).string() + "\n\n" << std::flush;
   } catch (const std::exception& error) {
     std::cerr << "nanlocator: report.html was not written: " + std::string(error.what()) + "\n"
               << std::flush;

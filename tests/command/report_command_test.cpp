@@ -99,9 +99,20 @@ TEST_F(ReportCommand, PrintsTheVerdictWithoutColoursInAPipe) {
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_EQ(result.err, "");
   EXPECT_THAT(result.out,
-              StartsWith("step 7: NaN in the gradients of rank 1 (dp1, host a17, cpu)"));
-  EXPECT_THAT(result.out, HasSubstr("first bad element [2, 1] of [4, 8]"));
+              StartsWith("nanlocator ERROR[needs_trace] step 7: RUN ONE TRACED STEP\n"
+                         "  restart ONLY TRACED | hosts as before | load the newest | page nobody | "
+                         "ticket none\n"));
+  EXPECT_THAT(result.out, HasSubstr("NaN (non-finite) in 1 of 32 elements from [2, 1]"));
   EXPECT_THAT(result.out, Not(HasSubstr("\x1b")));
+}
+
+TEST_F(ReportCommand, ListsTheEvidenceOnRequest) {
+  plant();
+  EXPECT_THAT(report({}).out, Not(HasSubstr("  certainty")));
+  EXPECT_THAT(report({"--verbose"}).out,
+              AllOf(StartsWith("nanlocator ERROR[needs_trace]"),
+                    HasSubstr("step 7: NaN in the gradients of rank 1 (dp1, host a17, cpu)"),
+                    HasSubstr("\n  certainty    place ")));
 }
 
 TEST_F(ReportCommand, PrintsTheVerdictAsJsonWithTheNotesOnItsFiles) {
@@ -135,8 +146,8 @@ TEST_F(ReportCommand, ListsTheStepsAndReportsTheNamedOne) {
   ASSERT_EQ(json["steps"].size(), 2U);
   EXPECT_EQ(json["steps"][1]["iteration"], 12);
   EXPECT_EQ(json["steps"][1]["status"], "located");
-  EXPECT_THAT(report({"--step", "7"}).out, StartsWith("step 7: "));
-  EXPECT_THAT(report({}).out, StartsWith("step 12: "));
+  EXPECT_THAT(report({"--step", "7"}).out, HasSubstr("] step 7: "));
+  EXPECT_THAT(report({}).out, HasSubstr("] step 12: "));
 }
 
 TEST_F(ReportCommand, ShowsWhatRanksSaw) {
@@ -211,7 +222,7 @@ TEST_F(ReportCommand, WatchTellsTheVerdictOfARunThatStopped) {
   for (const auto& result : {report({"--watch"}), report({"--watch=0.1"}),
                              run_command({"report", "--watch", folder_.path()})}) {
     EXPECT_EQ(result.exit_code, 1) << result.err;
-    EXPECT_THAT(result.out, AllOf(StartsWith("step 7: NaN"),
+    EXPECT_THAT(result.out, AllOf(HasSubstr("] step 7: "),
                                   HasSubstr("stopped at step 7, 2025-01-31T09:30:00Z\n")));
   }
 }
@@ -233,8 +244,8 @@ TEST_F(ReportCommand, WatchWaitsForTheFolderAndTellsEachVerdictOnce) {
   EXPECT_EQ(result.exit_code, 1);
   std::size_t last = 0;
   for (const char* part :
-       {"waiting for ", ": no findings so far\n", "step 7: NaN", "skipped at step 7",
-        "step 12: NaN", "skipped at step 12", "step 15: NaN", "stopped at step 15"}) {
+       {"waiting for ", ": no findings so far\n", "] step 7: ", "skipped at step 7",
+        "] step 12: ", "skipped at step 12", "] step 15: ", "stopped at step 15"}) {
     const std::size_t at = result.out.find(part, last);
     ASSERT_NE(at, std::string::npos) << part << " in\n" << result.out;
     EXPECT_EQ(result.out.find(part, at + 1), std::string::npos) << part << " stands twice";

@@ -117,6 +117,19 @@ ordered_json facts_of(const JobState& job) {
   return json;
 }
 
+ordered_json facts_of(const JobDecision& decision) {
+  ordered_json json;
+  add(json, "kind", decision.kind);
+  add(json, "origin", decision.origin);
+  add(json, "traced", decision.is_traced);
+  add(json, "ranks", describe_ranks(decision.ranks));
+  add(json, "newest_step", decision.newest_step);
+  add(json, "check_first", decision.is_to_check);
+  add(json, "page", decision.page);
+  add(json, "ticket", decision.ticket);
+  return json;
+}
+
 }  // namespace
 
 ordered_json facts_of(const Verdict& verdict) {
@@ -128,6 +141,7 @@ ordered_json facts_of(const Verdict& verdict) {
   json["spread"] = facts_of(verdict.spread);
   json["rerun"] = facts_of(verdict.rerun);
   json["job"] = facts_of(verdict.job);
+  json["decision"] = facts_of(verdict.decision);
   add(json, "silent_ranks", describe_ranks(verdict.silent_ranks));
   add(json, "notes", verdict.notes.size());
   if (!verdict.facts.empty()) json["facts"] = sorted_kinds(verdict.facts);

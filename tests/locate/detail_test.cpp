@@ -31,11 +31,15 @@ TEST(Detail, IsReadOffTheOperatorAndItsOperands) {
   EXPECT_EQ(detail_of(birth_of("aten::pow.Tensor_Scalar", {{"self", -2}, {"exponent", 0.5}})),
             Detail::power_of_negative);
   EXPECT_EQ(detail_of(birth_of("aten::acos", {{"self", 1.5}})), Detail::outside_domain);
+  EXPECT_EQ(detail_of(birth_of("aten::atanh", {{"self", -1}})), Detail::outside_domain);
+  EXPECT_EQ(detail_of(birth_of("aten::erfinv", {{"self", 1}})), Detail::outside_domain);
+  EXPECT_EQ(detail_of(birth_of("aten::logit", {{"self", 0}})), Detail::outside_domain);
 }
 
 TEST(Detail, IsNoneWhereTheOperandsExplainNothing) {
   EXPECT_EQ(detail_of(birth_of("aten::sqrt", {})), Detail::none);
   EXPECT_EQ(detail_of(birth_of("aten::sqrt", {{"self", 4}})), Detail::none);
+  EXPECT_EQ(detail_of(birth_of("aten::atanh", {{"self", 0.5}})), Detail::none);
   EXPECT_EQ(detail_of(birth_of("aten::div.Tensor", {{"self", 1}, {"other", 2}})), Detail::none);
   EXPECT_EQ(detail_of(birth_of("aten::mm", {{"self", 0}})), Detail::none);
   Birth weight = birth_of("aten::log", {{"self", 0}});

@@ -26,9 +26,9 @@ from watched_steps import verdict_of_steps
 import nanlocator
 
 
-def accuses(reason, raises=AssertionError):
+def accuses(reason):
     """For a verdict that is wrong today."""
-    return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
+    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
 
 
 def the_origin(verdict):
@@ -83,7 +83,6 @@ def accuses_no_machine(verdict):
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy", "random"])
-@accuses("the machine, or a race: not_reproduced")
 def test_a_generator_of_the_modules_own_accuses_no_machine(kind):
     model = OwnGenerator(kind)
     accuses_no_machine(verdict_of(model, lambda _: model(torch.ones(8, 4)).square().mean(), steps=99))
@@ -152,9 +151,12 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "where", ["a namespace", "a global", "a closure", "a default", "the class", "a file"]
+    "where",
+    [
+        *("a namespace", "a global", "a closure", "a default", "the class"),
+        pytest.param("a file", marks=accuses("the machine: not_reproduced, owner cluster operator")),
+    ],
 )
-@accuses("the machine: not_reproduced, owner cluster operator")
 def test_a_count_of_calls_beside_the_module_accuses_no_machine(where, monkeypatch):
     monkeypatch.setitem(globals(), "calls_of_module", 0)
     model = Counts(where)
@@ -171,7 +173,6 @@ class LogOfLinear(nn.Module):
         return torch.log(self.linear(x))
 
 
-@accuses("the machine: not_reproduced, owner cluster operator")
 def test_weights_that_a_functional_call_puts_in_are_those_of_the_re_run():
     model = LogOfLinear()
 
@@ -187,7 +188,6 @@ def test_weights_that_a_functional_call_puts_in_are_those_of_the_re_run():
     assert (origin["cause"], origin["operator"]) == ("operator_undefined", "aten::log")
 
 
-@accuses("UsageError: the parameter weight was replaced", raises=nanlocator.UsageError)
 def test_a_healthy_loop_whose_first_call_is_functional_is_not_ended():
     model = nn.Linear(4, 1)
 
@@ -229,21 +229,19 @@ def scatter_reduce(x):
     return torch.zeros(4, 8, 4).scatter_reduce(-1, index, x, "mean", include_self=False)
 
 
-SECOND = accuses("also the operator behind it: bad data, with high confidence")
-OPAQUE = accuses("also the operator behind it: a call that was not followed")
 LOST = accuses("only the operator behind it: a call that was not followed")
 FOLLOWING = {
     "mse_loss": (lambda x: F.mse_loss(x, torch.zeros_like(x)), ()),
     "smooth_l1_loss": (lambda x: F.smooth_l1_loss(x, torch.zeros_like(x)), ()),
     "scatter_reduce": (scatter_reduce, ()),
-    "huber_loss": (lambda x: F.huber_loss(x, torch.zeros_like(x)), OPAQUE),
-    "matrix_exp": (lambda x: torch.matrix_exp(0.01 * x[:, :, :8]), OPAQUE),
+    "huber_loss": (lambda x: F.huber_loss(x, torch.zeros_like(x)), ()),
+    "matrix_exp": (lambda x: torch.matrix_exp(0.01 * x[:, :, :8]), ()),
     "conv_transpose": (lambda x: F.conv_transpose2d(image(x), torch.ones(2, 4, 3, 3), stride=2), LOST),
-    "rfft": (lambda x: torch.fft.rfft(x).abs(), SECOND),
-    "stft": (stft, SECOND),
-    "interpolate": (lambda x: F.interpolate(image(x), scale_factor=2, mode="bilinear"), SECOND),
-    "gather in bfloat16": (functools.partial(gathered, kind=torch.bfloat16), SECOND),
-    "gather in float16": (functools.partial(gathered, kind=torch.float16), SECOND),
+    "rfft": (lambda x: torch.fft.rfft(x).abs(), ()),
+    "stft": (stft, ()),
+    "interpolate": (lambda x: F.interpolate(image(x), scale_factor=2, mode="bilinear"), ()),
+    "gather in bfloat16": (functools.partial(gathered, kind=torch.bfloat16), ()),
+    "gather in float16": (functools.partial(gathered, kind=torch.float16), ()),
 }
 
 
@@ -266,7 +264,6 @@ def test_an_operator_that_is_given_a_nan_is_no_origin_beside_its_birth(name):
         assert (origin["cause"], origin["operator"]) == ("operator_undefined", "aten::log")
 
 
-@accuses("also the backward of the convolution: cause unknown")
 def test_a_convolution_that_is_given_a_nan_gradient_is_no_origin_beside_its_birth():
     model = nn.Sequential(
         *(nn.Conv2d(1, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU()),
@@ -319,11 +316,11 @@ POLES = {
     "log1p": (torch.log1p, -1.0),
     "logit": (torch.logit, 1.0),
     "erfinv": (torch.erfinv, 1.0),
+    "digamma": (torch.digamma, -2.0),
 }
 
 
 @pytest.mark.parametrize("name", POLES)
-@accuses("numbers that are too large: operator_overflow")
 def test_a_pole_is_no_overflow(name):
     function, pole = POLES[name]
     model = nn.Linear(4, 2)
@@ -442,7 +439,6 @@ def test_a_derivative_of_what_was_bad_is_no_origin():
     assert (origin["phase"], origin["operator"]) == ("forward", "aten::pow.Tensor_Scalar")
 
 
-@accuses("also buffers of the batch norm, which the step's first call wrote")
 def test_buffers_that_the_same_step_made_bad_are_no_origins():
     model = nn.Sequential(
         *(nn.Linear(4, 8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)),
@@ -471,7 +467,6 @@ def test_an_update_with_a_bad_learning_rate_is_one_origin():
 # ---- what happened before, or is never looked at -----------------------------------------------------
 
 
-@accuses("an update that never was: last_update is an alternative")
 def test_a_weight_that_was_never_right_is_not_laid_to_an_update():
     model = nn.Linear(4, 1)
     nn.init.constant_(model.weight, math.nan)
@@ -588,11 +583,9 @@ def verdict_of_closure(change, backwards=1):
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
-@accuses("the operator as one of the loss or, between two backwards, of forward: phase")
 def test_an_operator_on_gradients_is_neither_of_the_loss_nor_of_forward(backwards):
     origin = the_origin(verdict_of_closure(lambda model: model.weight.grad.div_(0.0), backwards))
-    assert origin["operator"] == "aten::div_.Tensor"
-    assert origin["phase"] not in ("loss", "forward")
+    assert (origin["operator"], origin["phase"]) == ("aten::div_.Tensor", "grad_norm")
 
 
 def replace_gradient(model):
@@ -608,14 +601,13 @@ def write_to_data(model):
 
 
 @pytest.mark.parametrize("change", [replace_gradient, write_to_an_element, write_to_data])
-@accuses("the machine: not_reproduced, owner cluster operator")
 def test_a_gradient_that_the_program_itself_makes_bad_accuses_no_machine(change):
     origin = the_origin(verdict_of_closure(change))
-    assert origin["parameter"] == "weight"
-    assert (origin["cause"], origin["owner"]) != ("not_reproduced", "cluster_operator")
+    assert (origin["parameter"], origin["phase"]) == ("weight", "grad_norm")
+    assert (origin["cause"], origin["owner"]) == ("bad_scalar", "model_author")
+    assert change.__name__ in origin["code"]["function"]
 
 
-@accuses("each of the two operators of one clip")
 def test_a_clip_of_values_by_nan_is_one_origin():
     verdict = verdict_of_closure(lambda model: nn.utils.clip_grad_value_(model.parameters(), math.nan))
     assert the_origin(verdict)["cause"] == "bad_scalar"

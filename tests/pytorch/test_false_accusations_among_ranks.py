@@ -117,7 +117,6 @@ def test_a_sum_that_overflows_in_one_element_is_no_fault_of_the_collective(fault
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-@accuses("also the reduction: collective_result, owner cluster operator")
 def test_a_factor_of_all_reduced_gradients_is_one_origin(wrapper):
     for verdict in run_kept_ranks(2, verdict_of, "factor", wrapper):
         origin = the_origin(verdict)

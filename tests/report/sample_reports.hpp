@@ -128,6 +128,7 @@ class SampleIncident {
         .options = {{"on_bad", "stop"}, {"rerun", "on_bad"}, {"check_params", "false"}},
         .not_covered = {"places inside TransformerEngine's kernels: a re-run names the kernel and "
                         "its arguments"}};
+    report.verdict.decision = decide(report.verdict);
     return report;
   }
 
@@ -345,6 +346,7 @@ inline RunReport clean_report() {
   RunReport report;
   report.verdict.run_id = "2026-03-14-gpt-moe-30b";
   report.verdict.iteration = 7;
+  report.verdict.decision = decide(report.verdict);
   return report;
 }
 
@@ -378,6 +380,7 @@ inline RunReport partial_report() {
   report.windows.clear();
   report.histories.clear();
   report.notes = {"ledger_tp0pp0dp1.jsonl: cut off in line 41"};
+  report.verdict.decision = decide(report.verdict);
   return report;
 }
 
@@ -404,6 +407,7 @@ inline RunReport several_origins_report() {
   report.verdict.origins.insert(report.verdict.origins.begin(), weight);
   report.verdict.origins.push_back(transfer);
   report.windows.front().origin = 1;
+  report.verdict.decision = decide(report.verdict);
   return report;
 }
 
@@ -451,6 +455,7 @@ inline RunReport hostile_report() {
   report.windows.front().windows.front().name = attack;
   report.run->options = {{image, attack}};
   report.run->not_covered = {attack};
+  report.verdict.decision = decide(report.verdict);
   return report;
 }
 
@@ -480,6 +485,7 @@ inline RunReport large_report(int tp, int pp, int dp) {
       ledger.sightings.push_back(seen);
     }
   }
+  report.verdict.decision = decide(report.verdict);
   return report;
 }
 

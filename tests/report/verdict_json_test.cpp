@@ -96,13 +96,32 @@ Verdict example_verdict() {
                  .are_weights_finite = true,
                  .restart = Restart::before_step,
                  .restart_before = 1280};
-  verdict.layout = JobLayout{.first_rank = *origin.coordinates, .ranks_per_host = 8};
+  verdict.layout = JobLayout{.first_rank = *origin.coordinates,
+                             .ranks_per_host = 8,
+                             .mentioned = {*origin.coordinates}};
+  verdict.decision = {.kind = DecisionKind::older_checkpoint,
+                      .origin = 0,
+                      .ranks = {origin.coordinates->rank},
+                      .newest_step = 1279,
+                      .ticket = Owner::cluster_operator,
+                      .recurrence = Recurrence::same_device,
+                      .rests_on = {FactKind::copies_clean}};
+  verdict.launch = Launch{.found = "2026-11-27 02:58",
+                          .scheduler = "slurm",
+                          .job_id = "88213",
+                          .checkpoint_dir = "/ckpt/run17",
+                          .checkpoints = {{.step = 1200, .name = "iter_0001200"}}};
   return verdict;
 }
 
 TEST(Verdict, HasTheDocumentedKeysAndNullWhereNothingIsKnown) {
   const auto json = nlohmann::json::parse(to_json(example_verdict()));
-  EXPECT_EQ(json["version"], 2);
+  EXPECT_EQ(json["version"], 3);
+  EXPECT_EQ(json["decision"]["kind"], "OLDER_CHECKPOINT");
+  EXPECT_EQ(json["decision"]["hosts"], nlohmann::json({"a17"}));
+  EXPECT_EQ(json["launch"]["job_id"], "88213");
+  EXPECT_TRUE(json["launch"]["job_name"].is_null());
+  EXPECT_EQ(json["narrative"]["restart"], "YES");
   EXPECT_EQ(json["status"], "partial");
   EXPECT_EQ(json["rerun"]["done"], false);
   EXPECT_TRUE(json["rerun"]["reproduced"].is_null());
@@ -135,6 +154,18 @@ TEST(Verdict, IsReadBackAsItWasWritten) {
   EXPECT_EQ(verdict.spread.first_seen, Phase::grad_local);
   EXPECT_THAT(verdict.notes, ElementsAre("a note"));
   EXPECT_EQ(verdict.facts, example_verdict().facts);
+  EXPECT_EQ(verdict.decision, example_verdict().decision);
+  EXPECT_EQ(verdict.launch->checkpoints, example_verdict().launch->checkpoints);
+}
+
+TEST(Verdict, OfVersion2TheDecisionIsMadeFromItsFacts) {
+  auto json = nlohmann::json::parse(to_json(example_verdict()));
+  json["version"] = 2;
+  json.erase("decision");
+  json.erase("launch");
+  const Verdict verdict = verdict_from_json(json.dump(), "verdict.json");
+  EXPECT_EQ(verdict.decision, decide(verdict));
+  EXPECT_FALSE(verdict.launch);
 }
 
 TEST(Verdict, EachFactStandsBesideItsSentence) {
@@ -174,7 +205,7 @@ TEST(Verdict, OfVersion1TheSentencesAreKeptAsTheyStand) {
   EXPECT_THAT(evidence_of(verdict, origin), ElementsAre("one", "two"));
   EXPECT_EQ(action_of(verdict, origin), "add an epsilon");
   EXPECT_THAT(verdict.notes, ElementsAre("a note"));
-  // Writing it again gives version 2 with the same content.
+  // Writing it again gives version 3 with the same content.
   const Verdict again = verdict_from_json(to_json(verdict), "verdict.json");
   EXPECT_THAT(evidence_of(again, again.origins[0]), ElementsAre("one", "two"));
   EXPECT_EQ(action_of(again, again.origins[0]), "add an epsilon");
@@ -192,7 +223,7 @@ TEST(Verdict, WhatIsNotInTheDocumentedFormIsRefusedByName) {
       EXPECT_THAT(error.what(), HasSubstr(named));
     }
   };
-  expect_refused([](auto& json) { json["version"] = 3; }, "version");
+  expect_refused([](auto& json) { json["version"] = 4; }, "version");
   expect_refused([](auto& json) { json["status"] = "fine"; }, "status");
   expect_refused([](auto& json) { json["origins"] = 3; }, "origins");
   expect_refused([](auto& json) { json["origins"][1]["phase"] = "x"; }, "origins[1].phase");

@@ -24,6 +24,7 @@ NAMES = [
     "UsageError",
     "Watch",
     "__version__",
+    "check_checkpoint",
     "detect",
     "replay",
     "watch",

@@ -22,7 +22,9 @@ inline constexpr int kWrongUse = 2;  // wrong arguments, or unreadable input
 /// Each command's `run` returns the exit code and throws nanlocator::Error, which main turns into
 /// one line on stderr and kWrongUse.
 Command bundle_command();
+Command check_checkpoint_command();
 Command doctor_command();
+Command explain_command();
 Command history_command();
 Command map_command();
 Command netcheck_command();

@@ -22,7 +22,7 @@ namespace nanlocator::command {
 [[nodiscard]] std::string bold(const std::string& text);
 
 /// Columns of wrapped text if stdout is not a terminal: a job log.
-inline constexpr std::size_t kLogWidth = 100;
+inline constexpr std::size_t kLogWidth = 110;
 
 /// Indented, on stdout. Paths and patterns come from the command line and need not be UTF-8.
 void print_json(const nlohmann::ordered_json& json);

@@ -84,16 +84,17 @@ bool has_findings(const RunReport& report) {
   return !report.ledgers.empty() || report.verdict.iteration > 0;
 }
 
-void print_verdict(const RunReport& report) {
+void print_verdict(const RunReport& report, bool has_evidence) {
   print_notes(report.notes);
   if (!has_findings(report)) {
     std::cout << printable(report.run_dir) << ": no findings. Healthy steps write nothing.\n";
     return;
   }
   const auto width = terminal_width().value_or(kLogWidth);
-  std::cout << format_verdict(
-      report.verdict,
-      {.width = static_cast<int>(width), .colour = has_colour(), .run_dir = report.run_dir});
+  const TerminalStyle style{
+      .width = static_cast<int>(width), .colour = has_colour(), .run_dir = report.run_dir};
+  std::cout << format_verdict(report.verdict, style);
+  if (has_evidence) std::cout << '\n' << format_evidence(report.verdict, style);
 }
 
 void print_verdict_as_json(RunReport report) {
@@ -308,7 +309,7 @@ void check_together(const Arguments& given) {
   const auto choose = [&](const char* option) {
     if (given.has(option)) chosen.emplace_back(option);
   };
-  for (const char* each : {"--watch", "--list", "--html", "--rank"}) choose(each);
+  for (const char* each : {"--watch", "--list", "--html", "--rank", "--verbose"}) choose(each);
   if (given.has("--watch") || given.has("--html")) choose("--json");
   if (given.has("--watch") || given.has("--list")) choose("--step");
   if (chosen.size() > 1) throw UsageError(chosen[0] + " and " + chosen[1] + " do not go together");
@@ -332,7 +333,7 @@ int report(const Arguments& given) {
   if (is_json) {
     print_verdict_as_json(std::move(read));
   } else {
-    print_verdict(read);
+    print_verdict(read, given.has("--verbose"));
   }
   return code;
 }
@@ -342,6 +343,7 @@ constexpr Option kReportOptions[] = {
      .default_value = "nanlocator_run",
      .help = "A run's folder, one of its attempts (a0), or one with ledgers copied together"},
     kJsonOption,
+    {.name = "--verbose", .help = "Also list the evidence of every origin"},
     {.name = "--step",
      .value = "N",
      .type = Type::integer,
@@ -381,6 +383,7 @@ Command report_command() {
           .exit_codes = "0 clean, 1 findings, 2 wrong use or unreadable input",
           .examples =
               "nanlocator report nanlocator_run\n"
+              "nanlocator report nanlocator_run --verbose\n"
               "nanlocator report nanlocator_run --html\n"
               "nanlocator report nanlocator_run --html=page.html\n"
               "nanlocator report nanlocator_run/a0 --step 1284 --rank 5 6\n"

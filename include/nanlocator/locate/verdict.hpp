@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "nanlocator/locate/cause.hpp"
+#include "nanlocator/locate/decision.hpp"
 #include "nanlocator/locate/fact.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "nanlocator/record/birth.hpp"
@@ -130,6 +131,25 @@ struct JobState {
   std::optional<std::int64_t> restart_before;  // step
 };
 
+/// A checkpoint in the folder into which the job saves, as its name says.
+struct CheckpointFile {
+  std::int64_t step = 0;  // after this step's update
+  std::string name;       // inside the folder: "iter_0000900"
+  friend bool operator==(const CheckpointFile&, const CheckpointFile&) = default;
+};
+
+/// The job as its scheduler knows it, at the time of the finding. Empty: not known.
+struct Launch {
+  std::string found;      // UTC, "2026-11-27 02:58"
+  std::string scheduler;  // "slurm", "torchrun"
+  std::string job_id;
+  std::string job_name;
+  int attempt = 0;  // of this run: restarts so far
+  std::string checkpoint_dir;
+  std::vector<CheckpointFile> checkpoints;  // the newest first, the latest kMostCheckpoints
+};
+inline constexpr std::size_t kMostCheckpoints = 16;
+
 /// The ranks' layout on machines, for a command that checks them.
 struct JobLayout {
   RankCoordinates first_rank;  // the lowest rank that answered: sizes of the axes, host
@@ -147,6 +167,8 @@ struct Verdict {
   std::vector<std::string> clean;  // parameters that bracket the fault, in backward order
   RerunOutcome rerun;
   JobState job;
+  JobDecision decision;
+  std::optional<Launch> launch;
   std::optional<JobLayout> layout;
   std::vector<int> silent_ranks;   // no ledger arrived
   std::vector<std::string> notes;  // written by ranks and tools

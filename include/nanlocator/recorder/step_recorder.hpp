@@ -98,6 +98,9 @@ class StepRecorder {
   void close() noexcept;
   /// A number that changes whenever a parameter's gradient is made or written to.
   [[nodiscard]] std::uint64_t state_of_gradients() const;
+  /// Parameters whose gradients were made or written to since the last backward by something that
+  /// was not recorded. Does not see writes off the dispatcher.
+  [[nodiscard]] std::vector<at::Tensor> changed_gradients() const;
   /// Pauses and resumes; calls nest.
   void pause() noexcept;
   void resume();

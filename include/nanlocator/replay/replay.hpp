@@ -87,8 +87,8 @@ enum class ReplayEvidence : std::uint8_t {
   custom,            // an operator that is not PyTorch's
   undefined,         // NaN
   infinite,          // and an input is not finite
-  infinite_at_zero,  // a pole
-  exceeds_range,     // with finite inputs, away from zero
+  infinite_at_pole,  // of zero, or of inputs that cannot make a result exceed the range
+  exceeds_range,     // with finite inputs, away from a pole
 };
 
 struct ReplayReport {

@@ -59,6 +59,11 @@ struct StepVerdicts {
 /// attempt. Unreadable files are left out.
 [[nodiscard]] std::vector<std::int64_t> recorded_steps(const std::filesystem::path& attempt);
 
+/// The last recorded verdict of each earlier attempt of the run of `attempt` (its sibling a0, a1,
+/// ...), the latest kMostEarlier. Unreadable ones are left out.
+inline constexpr int kMostEarlier = 8;
+[[nodiscard]] std::vector<Verdict> earlier_verdicts(const std::filesystem::path& attempt);
+
 /// Empty if there is no readable one.
 [[nodiscard]] std::optional<Verdict> read_recorded_verdict(const std::filesystem::path& attempt,
                                                            std::int64_t iteration);

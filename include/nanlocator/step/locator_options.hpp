@@ -57,6 +57,9 @@ struct LocatorOptions {
   Level level = Level::grads;
   RerunPolicy rerun = RerunPolicy::on_bad;
   std::filesystem::path output_dir = "nanlocator_run";
+  /// Where the training saves its checkpoints, named by steps as `begin_step` counts them; empty:
+  /// not known.
+  std::filesystem::path checkpoint_dir{};
   bool check_params = false;  // also scan parameters before and after the step
   std::chrono::milliseconds gather_deadline{30'000};  // for ranks that do not answer
   int threads = 1;                                    // for gradients in host memory
@@ -85,6 +88,7 @@ inline constexpr std::tuple kOptionFields{
     OptionField{"level", &LocatorOptions::level, true},
     OptionField{"rerun", &LocatorOptions::rerun, true},
     OptionField{"output_dir", &LocatorOptions::output_dir, true},
+    OptionField{"checkpoint_dir", &LocatorOptions::checkpoint_dir, false},
     OptionField{"check_params", &LocatorOptions::check_params, true},
     OptionField{"gather_deadline", &LocatorOptions::gather_deadline, false},
     OptionField{"threads", &LocatorOptions::threads, false},

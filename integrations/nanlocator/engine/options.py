@@ -110,6 +110,15 @@ class Options(TypedDict, total=False):
         str | os.PathLike[str] | None,
         Option(FOLDER, "folder for the run's files; each start adds its own `a0`, `a1`, ..."),
     ]
+    checkpoint_dir: Annotated[
+        str | os.PathLike[str] | None,
+        Option(
+            FOLDER,
+            "folder into which the training saves checkpoints, so that a verdict can name the one to load; "
+            "known to the integrations of Megatron-Core, Transformers and Lightning. The names must have the "
+            "number of the step as nanlocator counts it",
+        ),
+    ]
     check_params: Annotated[
         bool | None,
         Option(
@@ -179,7 +188,7 @@ def check_names(options: Mapping[str, object], integration: str) -> None:
 
 
 def resolve_options(
-    options: Options, integration: str, not_covered: list[str] | None = None, **defaults: str
+    options: Options, integration: str, not_covered: list[str] | None = None, **defaults: str | None
 ) -> _C.LocatorOptions:
     """``defaults`` of this call take precedence over the rows'. Raises UsageError for a value that cannot be
     read."""

@@ -157,6 +157,12 @@ MODULE_CALL = _row(
     is_hot=True,
     is_traced=True,
 )
+FUNCTIONAL_CALL = _row(
+    "torch.nn.utils:stateless",
+    "_functional_call",
+    "loops.recorder",
+    "weights that torch.func.functional_call puts into a module, so a re-run uses the module's own",
+)
 MODULE_FORWARD = _row(
     "torch.nn:Module",
     "forward",

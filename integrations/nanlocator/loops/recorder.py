@@ -102,6 +102,7 @@ class StepRecorder:
         StepRecorder._active = self
         self._patches = Patches(__name__)
         self._patches.wrap(points.MODULE_CALL, self._around_call)
+        self._patches.wrap(points.FUNCTIONAL_CALL, self._around_functional_call)
         self._patches.wrap(points.RUN_BACKWARD, self._around_backward)
         if is_distributed():
             for name in ("recv", "recv_anysource"):
@@ -190,6 +191,14 @@ class StepRecorder:
 
         return call
 
+    def _around_functional_call(
+        self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        """A module's call with other tensors in place of its parameters: these are its arguments."""
+        if not self.is_outside():
+            return original(module, *args, **kwargs)
+        return self.call_module(original, module, args, kwargs, is_functional=True)
+
     def _around_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.is_outside():
             return self.run_backward(original, args, kwargs)
@@ -209,7 +218,15 @@ class StepRecorder:
         """Whether a call that begins now is a top-level call of the step."""
         return self._depth == 0 and threading.get_ident() == self._thread
 
-    def call_module(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def call_module(
+        self,
+        original: Callable[..., Any],
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        *,
+        is_functional: bool = False,
+    ) -> Any:
         if not self.trains(module):
             return self._call_by_operators(original, module, args, kwargs)
         if self.evaluation is not None:
@@ -224,7 +241,8 @@ class StepRecorder:
         self._follow_switches(module)
         try:
             given = tensors_of((args, kwargs))
-            call = _ModuleCall(module, *self._named((args, kwargs), given), self._now())
+            run = functools.partial(original, module) if is_functional else module
+            call = _ModuleCall(module, run, *self._named((args, kwargs), given), self._now())
             call.by_reference = self._by_reference
         except Exception:  # the program's classes may raise when inspected
             self.give_up(f"the arguments of {class_name(module)} cannot be kept")
@@ -293,13 +311,7 @@ class StepRecorder:
     def take_assigned(self) -> list[torch.Tensor]:
         """Parameters to which the program has assigned gradients that it computed in this step from the
         results of ``torch.autograd.grad``. The assignment then counts as a backward."""
-        if not self._has_asked:
-            return []
-        values = {
-            p: value
-            for p in self._parameters
-            if p.grad is not None and (value := self._engine.value_of(p.grad)) is not None
-        }
+        values = self._assigned() if self._has_asked else {}
         if not values:
             return []
         gradients = [p.grad for p in values if p.grad is not None]
@@ -312,6 +324,24 @@ class StepRecorder:
         self.has_gradients = True
         self._follower.after_backward()
         return list(values)
+
+    def _assigned(self) -> dict[torch.Tensor, _C.RecordedValue]:
+        """The gradients that the program has computed by operators and assigned."""
+        return {
+            p: value
+            for p in self._parameters
+            if p.grad is not None and (value := self._engine.value_of(p.grad)) is not None
+        }
+
+    def changed_gradients(self) -> list[torch.Tensor]:
+        """Parameters whose gradients the program changed after its last backward in a way that a re-run does
+        not repeat. It repeats operators on gradients, and ``p.grad = p.grad * 0.5``. To be asked before a
+        re-run."""
+        changed = set(self._engine.changed_gradients())
+        values = {p: value for p, value in self._assigned().items() if p in changed}
+        if values:
+            self._engine.add_backward(_Assigned(values), [p.grad for p in values if p.grad is not None])
+        return [p for p in changed if p not in values]
 
     def record_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``original`` writes the gradients of leaves; the losses are in its first argument."""
@@ -534,8 +564,15 @@ class _Call:
 
 
 class _ModuleCall(_Call):
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any, switches: _SwitchesNow) -> None:
-        super().__init__(module, args, kwargs, switches)
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        switches: _SwitchesNow,
+    ) -> None:
+        super().__init__(run, args, kwargs, switches)
         self.module = module
 
 
@@ -647,6 +684,7 @@ class RecordedPass(PlainPass):
         super().__init__(adapter)
         self._recorder = recorder
         self._leftovers: dict[torch.Tensor, int] = {}
+        self._changed_gradients: list[str] = []
 
     def take_gradients(self, zeroed: set[torch.Tensor]) -> None:
         """Before the first backward. Existing gradients that are not among ``zeroed`` belong to another
@@ -688,14 +726,27 @@ class RecordedPass(PlainPass):
             for p, version in self._leftovers.items()
         ):
             return "it added to gradients of an earlier step"
+        self._changed_gradients = self._describe_changed_gradients()
         if problem := self._recorder.problem:
             return problem
         if any(is_bad(weight.detach()) for weight in self._recorder.changed_weights()):
             return "weights changed after it used them, and are now NaN or Inf"
         return ""
 
+    def _describe_changed_gradients(self) -> list[str]:
+        changed = [p for p in self._recorder.changed_gradients() if p not in self._adapter.left_out]
+        if not changed:
+            return []
+        adapter = self._adapter
+        names = {part.tensor: n for (n, _), part in zip(adapter.parameters, adapter.parts, strict=True)}
+        return [
+            f"the gradient of {names.get(p, 'a parameter')} was changed after its backward, by no operator "
+            "that can be executed again"
+            for p in changed
+        ]
+
     def changed_data(self) -> list[str]:
-        return self._recorder.changed_data()
+        return self._recorder.changed_data() + self._changed_gradients
 
 
 def _version_of(gradient: torch.Tensor) -> int:

@@ -125,7 +125,14 @@ def not_covered(chunks: list[Any], optimizer: MegatronOptimizer, options: _C.Loc
 def current_iteration() -> int | None:
     """The iteration in Megatron's log, counted from 1; None in other training loops, whose steps the engine
     counts."""
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    args = getattr(global_vars, "_GLOBAL_ARGS", None)
-    current = getattr(args, "curr_iteration", None)
+    current = getattr(_arguments(), "curr_iteration", None)
     return None if current is None else current + 1
+
+
+def checkpoint_dir() -> str | None:
+    """Megatron's ``--save``; None in other training loops."""
+    return getattr(_arguments(), "save", None)
+
+
+def _arguments() -> Any:
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

@@ -39,7 +39,7 @@ from nanlocator.hooks.patches import Patches
 from nanlocator.megatron import state
 from nanlocator.megatron.adapter import MegatronAdapter, MegatronPass
 from nanlocator.megatron.boundaries import boundaries_of
-from nanlocator.megatron.configuration import check_call, current_iteration, not_covered
+from nanlocator.megatron.configuration import check_call, checkpoint_dir, current_iteration, not_covered
 from nanlocator.megatron.data_parallel import DataParallelChunk
 from nanlocator.megatron.first_step import FirstStep
 from nanlocator.megatron.layout import optimizer_gradients, rank_coordinates
@@ -67,7 +67,7 @@ def install(
     chunks = list(model_chunks) if isinstance(model_chunks, list | tuple) else [model_chunks]
     check_call(chunks, optimizer)
     MegatronLocator.check_owner(optimizer, "optimizer")
-    resolved = resolve_options(options, "megatron")
+    resolved = resolve_options(options, "megatron", checkpoint_dir=checkpoint_dir())
     if resolved.on_bad == "recover" and resolved.rerun == "never":
         raise _C.UsageError("on_bad='recover' continues with a re-run of the step: it needs rerun=True")
     resolved.not_covered = not_covered(chunks, optimizer, resolved)

@@ -1,4 +1,5 @@
-"""Iterators that a function draws from: they yield other data when the function is called again."""
+"""What a function's code names: iterators, which yield other data when the function is called again, and
+values that its calls may change."""
 
 import dis
 import functools
@@ -18,14 +19,26 @@ def iterators_of(function: Callable[..., Any]) -> list[str]:
     variables, global variables, and attributes of both ("self.batches"). Does not find iterators that it
     reaches in another way."""
     found: dict[str, None] = {}
+
+    def take(name: str, value: Any) -> None:
+        if isinstance(value, Iterator) and not isinstance(value, _COUNTERS) and not hasattr(value, "fileno"):
+            found.setdefault(name)
+
+    for_each_used(function, take)
+    return list(found)
+
+
+def for_each_used(function: Callable[..., Any], take: Callable[[str, Any], None]) -> None:
+    """Calls ``take`` with the name and the value of what ``function`` uses, directly or through functions
+    that it names: its own variables, global variables, and attributes of both. Functions among them are
+    followed and not passed on."""
     seen: set[int] = set()
 
-    def take(name: str, value: Any, depth: int) -> None:
+    def use(name: str, value: Any, depth: int) -> None:
         try:
-            if isinstance(value, Iterator):
-                if not isinstance(value, _COUNTERS) and not hasattr(value, "fileno"):
-                    found.setdefault(name)
-            else:
+            if not _is_function(value):
+                take(name, value)
+            if not isinstance(value, Iterator):
                 visit(value, depth + 1)
         except Exception:  # a class of the program can raise anything
             return
@@ -35,7 +48,7 @@ def iterators_of(function: Callable[..., Any]) -> list[str]:
             return
         if isinstance(value, functools.partial):
             for argument in (*value.args, *value.keywords.values()):
-                take("an argument", argument, depth)
+                use("an argument", argument, depth)
             visit(value.func, depth)
             return
         owner = None
@@ -48,10 +61,9 @@ def iterators_of(function: Callable[..., Any]) -> list[str]:
         if isinstance(value, types.FunctionType):
             seen.add(id(value))
             for name, each in _used_by(value, owner):
-                take(name, each, depth)
+                use(name, each, depth)
 
     visit(function, 0)
-    return list(found)
 
 
 def _is_function(value: Any) -> bool:

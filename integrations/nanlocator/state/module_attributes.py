@@ -1,10 +1,13 @@
 """Attributes of modules, other than buffers, that a pass changes: a counter, a falling temperature, a flag, a
 cache that is None before the first pass, a growing list.
 
-A re-run restores numbers, strings, None and references to tensors, but not writes into a tensor. Other values
-are not saved at the start of a step. But if a re-run changes one, the first pass has changed it too, and a
-fault that the re-run does not show may have depended on it."""
+A re-run restores numbers, strings, None, references to tensors, and random generators, but not writes into
+a tensor. Other values are not saved at the start of a step. But if a re-run changes one, the first pass has
+changed it too, and a fault that the re-run does not show may have depended on it. That holds also for what
+the modules' code names beside its attributes: a global variable, a default argument, a class, a closure's
+variable."""
 
+import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanlocator.state.closures import iterators_of
+from nanlocator.state.closures import for_each_used, iterators_of
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _LIBRARIES = (
@@ -84,6 +87,9 @@ class ModuleAttributes:
         # The attributes of each of the program's own modules, and its path.
         self._own: list[tuple[dict[str, Any], str]] = []
         self._numbers: list[int] = []  # of attributes of each
+        self._generators: list[Any] = []
+        self._generators_began: list[Any] = []
+        self._generators_left: list[Any] = []  # by the bad pass
         self._kept: list[_Kept] = []
         self._restored = 0  # times in this step
         self._seen: dict[tuple[int, str, str], Any] = {}
@@ -99,6 +105,7 @@ class ModuleAttributes:
             self._looks_left -= 1
             self._look()
         self._numbers = [len(held) for held, _ in self._own]
+        self._generators_began = [_state_of(each) for each in self._generators]
         now = (held.get(name, _ABSENT) for held, name, _ in self._places)
         self._began = [
             value if type(value) is not torch.Tensor or _is_kept_state(value) else _ABSENT for value in now
@@ -112,6 +119,7 @@ class ModuleAttributes:
             self._kept = [*self._moved_places(), *self._made_places()]
             for kept in self._kept:
                 kept.left = kept.now
+            self._generators_left = [_state_of(each) for each in self._generators]
             self._moved = [f"'{name}' is an iterator" for name in self._iterators()]
         elif self._restored == 2:
             self._moved += [
@@ -121,6 +129,7 @@ class ModuleAttributes:
             ]
         for kept in self._kept:
             kept.put(kept.began)
+        _set_states(self._generators, self._generators_began)
         before, self._seen = self._seen, self._contents()
         if self._restored > 2:
             self._moved += [
@@ -136,6 +145,7 @@ class ModuleAttributes:
         if self._restored == 0:
             return
         self._restored = 0
+        _set_states(self._generators, self._generators_left)
         for kept in self._kept:
             if kept.was_set_by_program:
                 kept.put(kept.left)
@@ -145,6 +155,7 @@ class ModuleAttributes:
         """Finds the attributes. Of libraries' modules only the tensors: their other attributes may not be
         safe to restore."""
         self._places, self._own = [], []
+        generators: dict[int, Any] = {}
         for model in self._models:
             for path, module in model.named_modules():
                 held, is_own = vars(module), not _is_of_library(module)
@@ -156,6 +167,8 @@ class ModuleAttributes:
                 ]
                 if is_own:
                     self._own.append((held, path))
+                    generators |= {id(each): each for each in held.values() if _is_generator(each)}
+        self._generators = list(generators.values())
 
     def _moved_places(self) -> Iterator[_Kept]:
         for place, began in zip(self._places, self._began, strict=True):
@@ -170,8 +183,8 @@ class ModuleAttributes:
                     yield _Kept(held, name, path, _ABSENT)
 
     def _contents(self) -> dict[tuple[int, str, str], Any]:
-        """Contents by the model's number, path and name."""
-        return {
+        """Contents by the model's number, path and name; -1 and no path for what only code names."""
+        contents = {
             (number, path, name): content
             for number, model in enumerate(self._models)
             for path, module in model.named_modules()
@@ -179,11 +192,27 @@ class ModuleAttributes:
             if name not in _OF_TORCH and (content := _content(value)) is not None
         }
 
+        def take(name: str, value: Any) -> None:
+            if isinstance(value, type):
+                content = _attributes_of(value)
+            elif isinstance(value, torch.Tensor | nn.Module):
+                return
+            else:
+                content = _content(value)
+            if content is not None:
+                contents.setdefault((-1, "", name), []).append(content)
+
+        for module in self._own_modules():
+            for_each_used(module.forward, take)
+        return contents
+
+    def _own_modules(self) -> list[nn.Module]:
+        modules = (module for model in self._models for module in model.modules())
+        return [each for each in modules if not _is_of_library(each)][:_MOST_MODULES]
+
     def _iterators(self) -> list[str]:
         """Iterators that the forwards of the program's own modules draw from."""
-        modules = (module for model in self._models for module in model.modules())
-        own = [each for each in modules if not _is_of_library(each)]
-        return [name for module in own[:_MOST_MODULES] for name in iterators_of(module.forward)]
+        return [name for module in self._own_modules() for name in iterators_of(module.forward)]
 
 
 def _is_of_library(module: nn.Module) -> bool:
@@ -230,7 +259,47 @@ def _content(value: Any) -> Any:
         return len(value), sorted(simple) if isinstance(value, set | frozenset) else simple
     if _is_kept_state(value):
         return _WrittenTo(id(value), repr(value.flatten()[:_MOST].tolist()))
-    return None
+    if _is_generator(value):
+        state = _state_of(value)
+        return state.tolist() if isinstance(state, torch.Tensor) else repr(state)
+    return None if isinstance(value, nn.Module | torch.Tensor | type) else _attributes_of(value)
+
+
+def _attributes_of(owner: Any) -> Any:
+    """The simple attributes of an object or a class; None if it has none."""
+    attributes = getattr(owner, "__dict__", None)
+    if attributes is None or len(attributes) > _MOST:
+        return None
+    simple = [(name, repr(each)) for name, each in list(attributes.items()) if _is_simple(each)]
+    return simple or None
+
+
+def _is_generator(value: Any) -> bool:
+    """Whether it draws random numbers."""
+    numpy = sys.modules.get("numpy")
+    kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+    return isinstance(value, (torch.Generator, random.Random, *kinds))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = getattr(generator, "bit_generator", None)
+    return bits.state if bits is not None else generator.get_state()
+
+
+def _set_states(generators: list[Any], states: list[Any]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif (bits := getattr(generator, "bit_generator", None)) is not None:
+            bits.state = state
+        else:
+            generator.set_state(state)
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,6 +107,7 @@ class NanLocatorCallback(TrainerCallback):
             self._options,
             "transformers",
             output_dir=os.path.join(args.output_dir, "nanlocator_run"),
+            checkpoint_dir=args.output_dir,
         )
         self._steps = _TrainerSteps(self._trainer, options, self.verdicts)
         for name, owner in self._states.items():

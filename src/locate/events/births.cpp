@@ -14,6 +14,7 @@
 #include "locate/events/events.hpp"
 #include "locate/events/fold.hpp"
 #include "locate/origin_facts.hpp"
+#include "locate/receipts.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 
 namespace nanlocator::inline locate_room::events {
@@ -31,13 +32,6 @@ bool is_member(const Root& receipt, int rank) {
   return members == RankList() || std::ranges::any_of(members.runs(), [&](const RankRun& run) {
            return run.first <= rank && rank <= run.last && (rank - run.first) % run.step == 0;
          });
-}
-
-/// The first pass scanned the crossings of its group, which show more than its receivers do.
-bool was_watched(const Root& receipt) {
-  const RankList& members = receipt.birth->members;
-  return members == RankList() || std::ranges::count(receipt.rank->ledger().crossings, members,
-                                                     &CrossingCoverage::members) > 0;
 }
 
 class Births {
@@ -78,7 +72,7 @@ class Births {
     std::vector<Root> receipts;
     std::erase_if(roots_, [&](const Root& root) {
       if (!is_receipt(root)) return false;
-      const bool is_explained = has_birth || (has_crossings_ && was_watched(root));
+      const bool is_explained = has_birth || (has_crossings_ && is_judged_in_first_pass(incident_, root));
       if (is_explained) receipts.push_back(root);
       return is_explained || is_passed_on(root, senders);
     });

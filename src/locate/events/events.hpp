@@ -1,4 +1,4 @@
-// Where bad values of a step come from, by one algorithm over events: docs/adr/0008-events.md.
+// Where bad values of a step come from, by one algorithm over events: docs/adr/0009-events.md.
 //
 // An event is a value that was seen bad, or that nobody saw. Edges say which event may have made
 // which other bad; they are computed, never stored. A bad event that no bad event may have made is
@@ -108,7 +108,7 @@ struct Born {
 [[nodiscard]] std::vector<Origin> refine(const Incident& incident, std::vector<Source> sources,
                                          std::vector<Born> born, const RerunOutcome& rerun);
 
-/// A verdict's origins and facts by events. docs/adr/0008-events.md.
+/// A verdict's origins and facts by events. docs/adr/0009-events.md.
 struct EventOrigins {
   std::vector<Origin> origins;
   Facts facts;

@@ -1,10 +1,12 @@
-// The files of src/report/page, embedded by src/report/page/embed.cmake when the library is built.
+// The files that the library carries: src/report/phrasebook.txt and those of src/report/page,
+// embedded by src/report/embed.cmake when it is built.
 #pragma once
 
 #include <string_view>
 
-namespace nanlocator::page_assets {
+namespace nanlocator::assets {
 
+extern const std::string_view kPhrasebook;  // phrasebook.txt
 extern const std::string_view kTemplate;  // page.html; {{name}} is replaced in each report
 extern const std::string_view kStyle;     // style.css
 extern const std::string_view kScript;    // script.js
@@ -12,4 +14,4 @@ extern const std::string_view kScript;    // script.js
 extern const std::string_view kStyleHash;
 extern const std::string_view kScriptHash;
 
-}  // namespace nanlocator::page_assets
+}  // namespace nanlocator::assets

@@ -1,5 +1,5 @@
-# cmake -DPAGE=<this folder> -DOUTPUT=<file.cpp> -P embed.cmake
-# Writes page_assets.hpp's constants: each file as an array of bytes (string literals have a length
+# cmake -DREPORT=<this folder> -DOUTPUT=<file.cpp> -P embed.cmake
+# Writes assets.hpp's constants: each file as an array of bytes (string literals have a length
 # limit, and CMake's own strings mangle ';' and '['), and the hashes that allow style and script.
 
 # Base64 of a SHA-256: 64 hexadecimal digits in, 44 characters out.
@@ -20,23 +20,23 @@ function(base64_of_hash hash out)
   set(${out} "${text}=" PARENT_SCOPE)
 endfunction()
 
-set(source "// Made by embed.cmake from src/report/page.\n#include \"report/page_assets.hpp\"\n\nnamespace nanlocator::page_assets {\nnamespace {\n")
+set(source "// Made by embed.cmake from src/report.\n#include \"report/assets.hpp\"\n\nnamespace nanlocator::assets {\nnamespace {\n")
 set(views "")
 string(REPEAT "0x..," 16 sixteen)
-foreach(asset "page.html|Template" "style.css|Style" "script.js|Script")
+foreach(asset "phrasebook.txt|Phrasebook" "page/page.html|Template" "page/style.css|Style" "page/script.js|Script")
   string(REPLACE "|" ";" asset "${asset}")
   list(GET asset 0 file)
   list(GET asset 1 name)
-  file(READ "${PAGE}/${file}" bytes HEX)
+  file(READ "${REPORT}/${file}" bytes HEX)
   string(REGEX REPLACE "(..)" "0x\\1," bytes "${bytes}")
   string(REGEX REPLACE "(${sixteen})" "\\1\n" bytes "${bytes}")
   string(APPEND source "const unsigned char k${name}Bytes[] = {\n${bytes}};\n")
   string(APPEND views "const std::string_view k${name}{reinterpret_cast<const char*>(k${name}Bytes), sizeof k${name}Bytes};\n")
-  file(SHA256 "${PAGE}/${file}" hash)
+  file(SHA256 "${REPORT}/${file}" hash)
   base64_of_hash("${hash}" hash)
-  if(NOT name STREQUAL "Template")
+  if(name MATCHES "Style|Script")
     string(APPEND views "const std::string_view k${name}Hash = \"sha256-${hash}\";\n")
   endif()
 endforeach()
-string(APPEND source "}  // namespace\n\n${views}\n}  // namespace nanlocator::page_assets\n")
+string(APPEND source "}  // namespace\n\n${views}\n}  // namespace nanlocator::assets\n")
 file(WRITE "${OUTPUT}" "${source}")

@@ -1,0 +1,162 @@
+#include "nanlocator/locate/decision.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "nanlocator/locate/cause_table.hpp"
+#include "nanlocator/locate/verdict.hpp"
+
+namespace nanlocator {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+RankCoordinates on(const std::string& host, int rank) {
+  return {.rank = rank,
+          .world_size = 16,
+          .host = host,
+          .local_rank = rank % 8,
+          .device = "cuda:" + std::to_string(rank % 8) + " GPU-" + host + std::to_string(rank % 8)};
+}
+
+/// One origin on rank 3 of a17 in step 10 of a job that stops.
+Verdict verdict_of(Cause cause, Facts facts = {}, Detail detail = Detail::none) {
+  Verdict verdict;
+  verdict.iteration = 10;
+  verdict.status = VerdictStatus::located;
+  Origin origin;
+  origin.iteration = 10;
+  origin.phase = Phase::forward;
+  origin.candidates = {3};
+  origin.module = "body";
+  origin.op = "aten::mm";
+  origin.cause = cause;
+  origin.detail = detail;
+  origin.facts = std::move(facts);
+  complete(origin);
+  verdict.origins = {std::move(origin)};
+  verdict.job.on_bad = "stop";
+  verdict.job.are_weights_finite = true;
+  verdict.layout = JobLayout{.first_rank = on("a17", 0),
+                             .ranks_per_host = 8,
+                             .mentioned = {on("a17", 3)}};
+  return verdict;
+}
+
+TEST(Decision, CodeThatFailsAgainStaysDown) {
+  const JobDecision decision = decide(verdict_of(Cause::operator_undefined, {},
+                                              Detail::log_of_negative));
+  EXPECT_EQ(decision.kind, DecisionKind::do_not_restart);
+  EXPECT_EQ(decision.page, Owner::model_author);
+  EXPECT_EQ(decision.ticket, Owner::nobody);
+  EXPECT_THAT(decision.ranks, IsEmpty());
+  EXPECT_EQ(decision.newest_step, 9);
+}
+
+TEST(Decision, ABadBatchIsSkippedAndNobodyIsWoken) {
+  for (const Cause cause : {Cause::bad_input, Cause::empty_loss_mask}) {
+    const JobDecision decision = decide(verdict_of(cause));
+    EXPECT_EQ(decision.kind, DecisionKind::skip_batch);
+    EXPECT_EQ(decision.page, Owner::nobody);
+    EXPECT_EQ(decision.ticket, Owner::data);
+  }
+}
+
+TEST(Decision, WhatHappenedOnceIsTriedOnceMore) {
+  const JobDecision decision =
+      decide(verdict_of(Cause::not_reproduced, {{.kind = FactKind::rerun_clean}}));
+  EXPECT_EQ(decision.kind, DecisionKind::restart_as_is);
+  EXPECT_FALSE(decision.is_traced);
+  EXPECT_THAT(decision.ranks, ElementsAre(3));
+  EXPECT_THAT(decision.rests_on, ElementsAre(FactKind::rerun_clean));
+}
+
+TEST(Decision, TheSameDeviceTwiceIsLeftOut) {
+  const Verdict earlier = verdict_of(Cause::not_reproduced);
+  Verdict now = verdict_of(Cause::not_reproduced);
+  now.origins[0].module = "head";
+  const JobDecision decision = decide(now, {{earlier}});
+  EXPECT_EQ(decision.recurrence, Recurrence::same_device);
+  EXPECT_EQ(decision.kind, DecisionKind::exclude);
+  EXPECT_THAT(decision.ranks, ElementsAre(3));
+}
+
+TEST(Decision, TheSamePlaceOnAnotherDeviceIsNotTriedAThirdTime) {
+  const Verdict earlier = verdict_of(Cause::not_reproduced);
+  Verdict now = verdict_of(Cause::not_reproduced);
+  now.layout->mentioned = {on("a18", 3)};
+  const JobDecision decision = decide(now, {{earlier}});
+  EXPECT_EQ(decision.recurrence, Recurrence::same_place);
+  EXPECT_EQ(decision.kind, DecisionKind::do_not_restart);
+  EXPECT_EQ(decision.page, Owner::model_author);
+}
+
+TEST(Decision, AnotherFaultIsNoRecurrence) {
+  const Verdict earlier = verdict_of(Cause::bad_input);
+  EXPECT_EQ(decide(verdict_of(Cause::not_reproduced), {{earlier}}).recurrence, Recurrence::none);
+}
+
+TEST(Decision, AKernelThatIsWrongOnOneDeviceLeavesItOutFirst) {
+  const Verdict first = verdict_of(Cause::operator_bug);
+  EXPECT_EQ(decide(first).kind, DecisionKind::exclude);
+  Verdict again = first;
+  again.layout->mentioned = {on("a18", 3)};
+  EXPECT_EQ(decide(again, {{first}}).kind, DecisionKind::do_not_restart);
+}
+
+TEST(Decision, BothEndsOfATransferAreLeftOut) {
+  const JobDecision decision = decide(verdict_of(
+      Cause::pipeline_transfer, {{.kind = FactKind::message_changed, .ranks = {3}, .peers = {2}}}));
+  EXPECT_EQ(decision.kind, DecisionKind::exclude);
+  EXPECT_THAT(decision.ranks, ElementsAre(2, 3));
+}
+
+TEST(Decision, BadWeightsNeedACheckpointFromBefore) {
+  Verdict verdict = verdict_of(Cause::bad_weight);
+  verdict.job.are_weights_finite = false;
+  verdict.job.restart = Restart::before_step;
+  verdict.job.restart_before = 8;
+  EXPECT_EQ(decide(verdict).kind, DecisionKind::older_checkpoint);
+  EXPECT_EQ(decide(verdict).newest_step, 7);
+  EXPECT_FALSE(decide(verdict).is_to_check);
+  verdict.job.restart = Restart::check_first;
+  verdict.job.restart_before.reset();
+  EXPECT_EQ(decide(verdict).newest_step, std::nullopt);
+  EXPECT_TRUE(decide(verdict).is_to_check);
+}
+
+TEST(Decision, AnUnknownOperatorIsTraced) {
+  const JobDecision decision = decide(verdict_of(Cause::unknown));
+  EXPECT_EQ(decision.kind, DecisionKind::restart_as_is);
+  EXPECT_TRUE(decision.is_traced);
+}
+
+TEST(Decision, TheGravestOfSeveralOriginsDecides) {
+  Verdict verdict = verdict_of(Cause::not_reproduced);
+  verdict.origins.push_back(verdict_of(Cause::user_hook).origins[0]);
+  const JobDecision decision = decide(verdict);
+  EXPECT_EQ(decision.kind, DecisionKind::do_not_restart);
+  EXPECT_EQ(decision.origin, 1);
+}
+
+TEST(Decision, AJobThatGoesOnNeedsNone) {
+  Verdict verdict = verdict_of(Cause::user_hook);
+  verdict.job.on_bad = "skip";
+  const JobDecision decision = decide(verdict);
+  EXPECT_EQ(decision.kind, DecisionKind::none_needed);
+  EXPECT_EQ(decision.page, Owner::nobody);
+  EXPECT_EQ(decision.ticket, Owner::model_author);
+}
+
+TEST(Decision, AJobOnBadWeightsIsRestarted) {
+  Verdict verdict = verdict_of(Cause::not_reproduced);
+  verdict.job.on_bad = "report";
+  verdict.spread.parameters = {"body.weight"};
+  EXPECT_EQ(course_of(verdict), Course::goes_on_damaged);
+  EXPECT_EQ(decide(verdict).kind, DecisionKind::older_checkpoint);
+  EXPECT_EQ(decide(verdict).newest_step, 9);
+}
+
+}  // namespace
+}  // namespace nanlocator

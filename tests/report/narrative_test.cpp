@@ -1,0 +1,255 @@
+#include "nanlocator/report/narrative.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <regex>
+#include <set>
+
+#include "nanlocator/error.hpp"
+#include "nanlocator/locate/cause_table.hpp"
+#include "nanlocator/report/terminal.hpp"
+#include "report/phrasebook.hpp"
+
+namespace nanlocator {
+namespace {
+
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::Key;
+using ::testing::Not;
+using ::testing::Pair;
+
+RankCoordinates place_of_rank(int rank) {
+  return {.rank = rank,
+          .world_size = 16,
+          .dp = {rank, 16},
+          .host = rank < 8 ? "a17" : "a18",
+          .local_rank = rank % 8,
+          .device = "cuda:" + std::to_string(rank % 8) + " GPU-6f2e 0000:1b:00.0"};
+}
+
+/// Division by zero in a router, seen in the re-run, too.
+Verdict division_by_zero() {
+  Verdict verdict;
+  verdict.iteration = 2;
+  verdict.status = VerdictStatus::located;
+  Origin origin;
+  origin.phase = Phase::forward;
+  origin.direction = Direction::forward;
+  origin.iteration = 2;
+  origin.microbatch = 1;
+  origin.candidates = {3};
+  origin.coordinates = place_of_rank(3);
+  origin.module = "decoder.layers.2.mlp.router";
+  origin.op = "aten::div.Tensor";
+  origin.code = CodeLine{.file = "model/router.py",
+                         .line = 515,
+                         .function = "gate",
+                         .text = "return t / denominator"};
+  origin.tensor = OriginTensor{.role = "output[0]",
+                               .shape = {4, 32},
+                               .dtype = "float32",
+                               .neg_inf = 4,
+                               .first_bad = 0,
+                               .first_bad_index = {0, 0}};
+  origin.cause = Cause::operator_undefined;
+  origin.detail = Detail::division_by_zero;
+  origin.facts = {{.kind = FactKind::made_from_finite, .op = origin.op},
+                  {.kind = FactKind::values_at_first_bad,
+                   .values = {{"self", -0.0228}, {"other", 0}}},
+                  {.kind = FactKind::rerun_identical, .count = 54},
+                  {.kind = FactKind::replayed,
+                   .conclusion = std::string(name_of(ReplayConclusion::deterministic_undefined))}};
+  origin.bundle = "bundles/step2";
+  complete(origin);
+  verdict.origins = {origin};
+  verdict.spread = {{0, 3}, {"w"}, Phase::grad_local};
+  verdict.rerun = {.done = true, .reproduced = true};
+  verdict.job = {.on_bad = "stop",
+                 .are_weights_updated = false,
+                 .are_weights_finite = true,
+                 .restart = Restart::repeats};
+  verdict.layout = JobLayout{.first_rank = place_of_rank(0),
+                             .ranks_per_host = 8,
+                             .mentioned = {place_of_rank(3)}};
+  verdict.launch = Launch{.found = "2026-11-27 02:58",
+                          .scheduler = "slurm",
+                          .job_id = "88213",
+                          .job_name = "gpt-moe",
+                          .checkpoint_dir = "/ckpt/run17",
+                          .checkpoints = {{.step = 1, .name = "iter_0000001"}}};
+  verdict.decision = decide(verdict);
+  return verdict;
+}
+
+TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
+  EXPECT_EQ(format_verdict(division_by_zero(), {.run_dir = "/runs/a0"}),
+            R"(nanlocator ERROR[div_zero] 2026-11-27 02:58 UTC job 88213 gpt-moe, step 2: LEAVE IT DOWN, PAGE THE MODEL AUTHOR
+  restart NO | hosts none suspected | load iter_0000001 | page model author | ticket none
+  what:        division by zero: torch.div in decoder.layers.2.mlp.router on rank 3 = a17:GPU3 gave -Inf
+               (non-finite) in 4 of 128 elements from [0, 0]; it reached the gradients of 1 parameter on 2
+               ranks
+  cause:       code, proven: the same came back, bit for bit, in a re-run on the same GPU; the call alone
+               gives it again, in float64, too; every input was finite
+  state:       stopped before the update of step 2; weights finite, as after step 1; it fails again with the
+               same data
+  checkpoint:  LOAD /ckpt/run17/iter_0000001 (after step 1; before it is loaded: nanlocator check-checkpoint
+               /ckpt/run17/iter_0000001)
+  --- for the model author
+  model/router.py:515 in gate, forward, microbatch 1 (rank 3 = a17:GPU3)
+  515 |  return t / denominator
+  here:        -0.0228 / 0 at element [0, 0]
+  next:        find what made the divisor zero (here -0.0228 / 0)
+               if a zero may occur there, replace it before torch.div (torch.where after it still gives NaN in
+               backward); if not, a guard would only hide the fault
+  replay:      nanlocator replay /runs/a0/bundles/step2
+)");
+}
+
+TEST(Narrative, SaysOnceThatSomethingIsNotFinite) {
+  const std::string text = format_verdict(division_by_zero());
+  const std::regex pattern("non-finite");
+  EXPECT_EQ(std::distance(std::sregex_iterator(text.begin(), text.end(), pattern), {}), 1);
+}
+
+TEST(Narrative, AJobThatGoesOnWakesNobody) {
+  Verdict verdict = division_by_zero();
+  verdict.job.on_bad = "skip";
+  verdict.decision = decide(verdict);
+  const Narrative told = narrative_of(verdict);
+  EXPECT_EQ(told.severity, "WARNING");
+  EXPECT_EQ(told.action, "LET IT RUN, FILE A TICKET");
+  EXPECT_EQ(told.load, "not needed");
+  EXPECT_EQ(told.page, "nobody");
+  EXPECT_EQ(told.ticket, "model author");
+  EXPECT_THAT(told.rows, Not(Contains(Key("checkpoint"))));
+}
+
+TEST(Narrative, AJobOnBadWeightsIsKilled) {
+  Verdict verdict = division_by_zero();
+  verdict.job.on_bad = "report";
+  verdict.decision = decide(verdict);
+  const Narrative told = narrative_of(verdict);
+  EXPECT_EQ(told.severity, "FATAL");
+  EXPECT_EQ(told.action, "KILL IT NOW, PAGE THE MODEL AUTHOR");
+}
+
+/// A collective that returned NaN to rank 3 for finite inputs.
+Verdict bad_collective() {
+  Verdict verdict = division_by_zero();
+  Origin& origin = verdict.origins.front();
+  origin.cause = Cause::collective_result;
+  origin.detail = Detail::none;
+  origin.op = "c10d::allreduce_";
+  origin.code.reset();
+  origin.facts = {{.kind = FactKind::collective_changed,
+                   .ranks = {3},
+                   .peers = {3, 11},
+                   .op = "c10d::allreduce_"},
+                  {.kind = FactKind::happened_once}};
+  complete(origin);
+  verdict.layout->mentioned = {place_of_rank(3), place_of_rank(11)};
+  verdict.rerun = {.done = true, .reproduced = false};
+  verdict.decision = decide(verdict);
+  return verdict;
+}
+
+TEST(Narrative, SuspectedHostsAreNamedWithTheirGpusAndACheck) {
+  const Narrative told = narrative_of(bad_collective());
+  EXPECT_EQ(told.action, "RESTART WITHOUT a17");
+  EXPECT_EQ(told.hosts, "without a17");
+  EXPECT_EQ(told.page, "nobody");
+  EXPECT_EQ(told.ticket, "cluster on-call");
+  EXPECT_THAT(told.rows,
+              Contains(Pair("what", HasSubstr("an all-reduce of rank 3 = a17:GPU3 and rank 11 = "
+                                              "a18:GPU3 returned -Inf (non-finite)"))));
+  EXPECT_THAT(told.rows, Contains(Pair("cause", HasSubstr("hardware, likely"))));
+  EXPECT_THAT(told.rows, Contains(Pair("check", HasSubstr("nanlocator netcheck "))));
+  EXPECT_THAT(told.rows, Contains(Key("if FAIL")));
+  EXPECT_THAT(told.rows, Contains(Key("if PASS")));
+}
+
+TEST(Narrative, NoMachineIsNamedWhereTheCodeIsProven) {
+  const Narrative told = narrative_of(division_by_zero());
+  EXPECT_EQ(told.hosts, "none suspected");
+  EXPECT_THAT(told.rows, Not(Contains(Key("check"))));
+}
+
+TEST(Narrative, CheckpointsThatHoldTheFaultAreNeverLoaded) {
+  Verdict verdict = division_by_zero();
+  verdict.iteration = 900;
+  Origin& origin = verdict.origins.front();
+  origin.cause = Cause::bad_weight;
+  origin.parameter = "head.weight";
+  origin.facts = {};
+  complete(origin);
+  verdict.job.restart = Restart::before_step;
+  verdict.job.restart_before = 650;
+  verdict.job.are_weights_finite = false;
+  verdict.launch->checkpoints = {{.step = 800, .name = "iter_0000800"},
+                                 {.step = 700, .name = "iter_0000700"},
+                                 {.step = 600, .name = "iter_0000600"}};
+  verdict.decision = decide(verdict);
+  const Narrative told = narrative_of(verdict);
+  EXPECT_EQ(told.action, "RESTART FROM iter_0000600");
+  EXPECT_THAT(told.rows,
+              Contains(Pair("checkpoint", HasSubstr("LOAD /ckpt/run17/iter_0000600 (after step 600; "
+                                                    "before it is loaded: nanlocator "
+                                                    "check-checkpoint /ckpt/run17/iter_0000600), "
+                                                    "NEVER LOAD iter_0000700 or anything newer"))));
+}
+
+TEST(Narrative, ACleanAndAnEmptyVerdictSaySo) {
+  Verdict verdict;
+  verdict.iteration = 3;
+  EXPECT_EQ(format_verdict(verdict),
+            "nanlocator INFO[clean] step 3: NO ACTION\n"
+            "  what:        no NaN or Inf in what was seen\n");
+  verdict.status = VerdictStatus::partial;
+  verdict.decision = decide(verdict);
+  EXPECT_THAT(format_verdict(verdict), HasSubstr("ERROR[incomplete] step 3: RUN ONE TRACED STEP"));
+}
+
+TEST(Narrative, NamesCannotWriteEscapeSequences) {
+  Verdict verdict = division_by_zero();
+  verdict.origins[0].module = "x\033[2J\r\nstep 1: clean\x9b\xe2\x80\xae";
+  verdict.origins[0].code->text = "\033]0;title\007";
+  verdict.launch->job_name = "\x1b[31mred";
+  verdict.launch->checkpoints.front().name = "iter\n_1";
+  const std::string text = format_verdict(verdict);
+  for (const char byte : text) {
+    EXPECT_TRUE(byte == '\n' || static_cast<unsigned char>(byte) >= 0x20) << static_cast<int>(byte);
+  }
+  EXPECT_THAT(text, Not(HasSubstr("\xe2\x80\xae")));
+  EXPECT_THAT(text, Not(HasSubstr("\nstep 1")));
+}
+
+// Every origin has a code, and every code its five phrases.
+TEST(Phrasebook, KnowsEveryCauseAndDetail) {
+  const auto known = explained_codes();
+  const std::set<std::string> codes(known.begin(), known.end());
+  EXPECT_EQ(codes.size(), known.size()) << "a code stands twice";
+  for (std::size_t cause = 0; cause < kNames<Cause>.size(); ++cause) {
+    for (std::size_t detail = 0; detail < kNames<Detail>.size(); ++detail) {
+      Verdict verdict = division_by_zero();
+      verdict.origins[0].cause = static_cast<Cause>(cause);
+      verdict.origins[0].detail = static_cast<Detail>(detail);
+      complete(verdict.origins[0]);
+      EXPECT_TRUE(codes.contains(error_code_of(verdict))) << error_code_of(verdict);
+      const Narrative told = narrative_of(verdict);
+      EXPECT_THAT(told.rows, Contains(Pair("what", Not(HasSubstr("{"))))) << told.code;
+    }
+  }
+  for (const std::string& code : known) {
+    EXPECT_THAT(explanation_of(code), HasSubstr("\n  confirm   ")) << code;
+    EXPECT_FALSE(phrase(code, "what").empty()) << code;
+  }
+}
+
+TEST(Phrasebook, RefusesAnUnknownCode) {
+  EXPECT_THROW((void)explanation_of("no_such_code"), UsageError);
+}
+
+}  // namespace
+}  // namespace nanlocator
