@@ -34,10 +34,4 @@ struct BornOrigin {
 [[nodiscard]] std::vector<BornOrigin> origins_of_births(const Incident& incident,
                                                         bool has_crossings);
 
-/// The step's re-run, merged over all ranks.
-[[nodiscard]] RerunOutcome rerun_of(const Incident& incident);
-
-/// Facts that apply to every origin; `outcome` is rerun_of(incident).
-[[nodiscard]] Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome);
-
 }  // namespace nanlocator::inline locate_room

@@ -13,12 +13,15 @@
 #include "locate/boundary_origins.hpp"
 #include "locate/collective_results.hpp"
 #include "locate/divergence.hpp"
+#include "locate/engine.hpp"
+#include "locate/events/events.hpp"
 #include "locate/findings.hpp"
 #include "locate/gradient_rules.hpp"
 #include "locate/job_state.hpp"
 #include "locate/merge_births.hpp"
 #include "locate/races.hpp"
 #include "locate/reduction_rules.hpp"
+#include "locate/rerun_facts.hpp"
 #include "locate/step_rules.hpp"
 #include "nanlocator/locate/cause_table.hpp"
 
@@ -35,7 +38,8 @@ constexpr std::array kParameterPhases = {Phase::params_before, Phase::grad_local
 
 class Locator {
  public:
-  Locator(std::span<const Ledger> ledgers, int world_size) : findings_(ledgers, world_size) {}
+  Locator(Engine engine, std::span<const Ledger> ledgers, int world_size)
+      : engine_(engine), findings_(ledgers, world_size) {}
 
   Verdict run() {
     const Incident& incident = findings_.incident();
@@ -44,18 +48,8 @@ class Locator {
       verdict_.run_id = first.run_id;
       verdict_.iteration = first.iteration;
     }
-    judge_weights(findings_);
-    findings_.add_boundary_origins(find_boundary_origins(incident, findings_.crossings()));
-    judge_local_gradients(findings_);
-    judge_reduced_gradients(findings_);
-    judge_norm_gradients(findings_);
-    // A bad weight explains everything that its own replica computed in the step.
-    if (findings_.bad(Phase::params_before).empty()) {
-      judge_updated_parameters(findings_);
-      judge_norm_value(findings_);
-      judge_losses(findings_);
-    }
-    merge_with_births();
+    verdict_.rerun = rerun_of(incident);
+    engine_ == Engine::rules ? find_by_rules() : find_by_events();
     judge_divergence(incident, verdict_.origins);
     judge_bad_weights(findings_, verdict_.origins);
     compare_collective_results(incident, verdict_.origins);
@@ -69,12 +63,39 @@ class Locator {
   }
 
  private:
+  void find_by_rules() {
+    const Incident& incident = findings_.incident();
+    judge_weights(findings_);
+    findings_.add_boundary_origins(find_boundary_origins(incident, findings_.crossings()));
+    judge_local_gradients(findings_);
+    judge_reduced_gradients(findings_);
+    judge_norm_gradients(findings_);
+    // A bad weight explains everything that its own replica computed in the step.
+    if (findings_.bad(Phase::params_before).empty()) {
+      judge_updated_parameters(findings_);
+      judge_norm_value(findings_);
+      judge_losses(findings_);
+    }
+    merge_with_births();
+  }
+
+  void find_by_events() {
+    if (findings_.incident().ranks().empty()) return;
+    auto found = events::origins_of_events(findings_, verdict_.rerun);
+    verdict_.origins = std::move(found.origins);
+    verdict_.facts = std::move(found.facts);
+    limit_origins();
+  }
+
   void merge_with_births() {
     const Incident& incident = findings_.incident();
-    verdict_.rerun = rerun_of(incident);
     const bool has_crossings = !findings_.crossings().events().empty();
     verdict_.origins = merge_births(incident, std::move(findings_.found()),
                                     origins_of_births(incident, has_crossings), verdict_.rerun);
+    limit_origins();
+  }
+
+  void limit_origins() {
     if (verdict_.origins.size() > kMostOrigins) {
       add_fact({.kind = FactKind::origins_not_listed,
                 .count = static_cast<std::int64_t>(verdict_.origins.size() - kMostOrigins)});
@@ -186,6 +207,7 @@ class Locator {
 
   void add_fact(Fact fact) { verdict_.facts.push_back(std::move(fact)); }
 
+  Engine engine_;
   Findings findings_;
   Verdict verdict_;
 };
@@ -193,7 +215,11 @@ class Locator {
 }  // namespace
 
 Verdict locate(std::span<const Ledger> ledgers, int world_size) {
-  return Locator(ledgers, world_size).run();
+  return locate_by(Engine::rules, ledgers, world_size);
+}
+
+Verdict locate_by(Engine engine, std::span<const Ledger> ledgers, int world_size) {
+  return Locator(engine, ledgers, world_size).run();
 }
 
 }  // namespace nanlocator::inline locate_room

@@ -11,6 +11,7 @@
 
 #include "locate/backward_flow.hpp"
 #include "locate/origin_facts.hpp"
+#include "locate/rerun_facts.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 
 namespace nanlocator::inline locate_room {

@@ -1,0 +1,351 @@
+// Births of the re-run among the sources of the first pass. Edges: from a birth to the sources that
+// it may have made bad, which it then replaces; and to a birth that came out of an exchange, or out
+// of a call that the trace could not follow, from a source before it.
+#include <algorithm>
+#include <iterator>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "locate/events/events.hpp"
+#include "locate/origin_facts.hpp"
+#include "locate/rerun_facts.hpp"
+#include "nanlocator/record/collective_kind.hpp"
+
+namespace nanlocator::inline locate_room::events {
+namespace {
+
+/// Limit on the facts that a birth takes from the sources that it explains.
+constexpr std::ptrdiff_t kMostAdopted = 2;
+
+template <typename Set>
+bool have_common(const std::vector<int>& ranks, const Set& others) {
+  return std::ranges::any_of(
+      ranks, [&](int rank) { return std::ranges::find(others, rank) != std::ranges::end(others); });
+}
+
+bool may_be_same(const std::set<int>& microbatches, const std::set<int>& others) {
+  return microbatches.empty() || others.empty() ||
+         std::ranges::any_of(microbatches, [&](int each) { return others.contains(each); });
+}
+
+bool is_weight(const Source& source) {
+  return source.site == Site::weight;
+}
+
+/// What a rank computed, and no unknown event made.
+bool is_computed(const Source& source) {
+  return source.site == Site::computed && !source.is_open;
+}
+
+class Refinement {
+ public:
+  Refinement(const Incident& incident, std::vector<Source> sources, std::vector<Born> births,
+             const RerunOutcome& rerun)
+      : incident_(incident),
+        sources_(std::move(sources)),
+        births_(std::move(births)),
+        rerun_(rerun) {}
+
+  std::vector<Origin> run() {
+    std::erase_if(births_, [&](Born& each) { return each.is_receipt && is_sent(each); });
+    std::erase_if(births_, [&](Born& each) { return each.is_opaque && is_receipt(each); });
+    for (Born& each : births_) adopt_neighbours(each.origin);
+    const Facts facts = facts_of_rerun(incident_, rerun_);
+    std::vector<Origin> left;
+    for (Source& source : sources_) {
+      const auto birth =
+          std::ranges::find_if(births_, [&](const Born& each) { return may_make(each, source); });
+      if (birth != births_.end()) {
+        adopt(*birth, source);
+      } else {
+        add_rerun(source, facts);
+        left.push_back(std::move(source.origin));
+      }
+    }
+    std::vector<Origin> origins;
+    for (Born& each : births_) {
+      Origin& origin = each.origin;
+      origin.facts.insert(origin.facts.end(), facts.begin(), facts.end());
+      if (rerun_.reproduced == false) mark_as_gone(origin);
+      origins.push_back(std::move(origin));
+    }
+    std::ranges::move(left, std::back_inserter(origins));
+    std::ranges::stable_sort(origins, {}, &Origin::phase);
+    return origins;
+  }
+
+ private:
+  std::set<int> replicas_of(const std::vector<int>& ranks) const {
+    std::set<int> replicas;
+    for (const int rank : ranks) {
+      if (const Place* place = incident_.place_of(rank)) {
+        replicas.insert(incident_.replica_of(*place));
+      }
+    }
+    return replicas;
+  }
+
+  // ---- from a source to a birth ----
+
+  /// What came out of a collective, if a source shows the collective that made it of finite parts,
+  /// or the weight that was gathered.
+  bool is_sent(const Born& each) const {
+    return std::ranges::any_of(sources_, [&](const Source& source) {
+      const bool is_of_collective = source.origin.cause == Cause::collective_result ||
+                                    source.origin.cause == Cause::collective_sum;
+      return is_weight(source) ||
+             (is_of_collective && have_common(each.origin.candidates, source.origin.candidates));
+    });
+  }
+
+  /// A call that the trace could not follow made it, of an input that the trace did not see: if a
+  /// weight of its module was bad, or if one of its ranks had something bad before, in what it sent
+  /// or from another rank. Ranks make one call at one time, so what is a receipt on one of them is
+  /// none's birth.
+  bool is_receipt(const Born& each) const {
+    const Origin& born = each.origin;
+    std::set<int> makers;
+    for (const Source& source : sources_) {
+      if (is_weight(source) && is_weight_of(source.origin, born)) return true;
+      const bool may_be_it = is_computed(source) && born.direction == source.origin.direction &&
+                             may_be_same(each.microbatches, source.microbatches) &&
+                             have_common(born.candidates, source.origin.candidates);
+      if (!may_be_it) continue;
+      for (const int rank : source.origin.candidates) {
+        if (is_after(each, rank, source)) return true;
+        makers.insert(rank);
+      }
+    }
+    return !makers.empty() && !std::ranges::includes(makers, born.candidates);
+  }
+
+  /// A gather for several modules has the weights of all of them.
+  static bool is_weight_of(const Origin& weight, const Origin& born) {
+    const bool is_gathered = std::ranges::any_of(born.facts, [](const Fact& fact) {
+      return fact.kind == FactKind::allocated_not_written &&
+             collective_kind_of(fact.op) == CollectiveKind::all_gather;
+    });
+    return (is_gathered ||
+            (!born.module.empty() && weight.parameter.starts_with(born.module + "."))) &&
+           have_common(born.candidates, weight.candidates);
+  }
+
+  /// True if the rank issued a crossing between the source and the birth; false if unknown.
+  static bool is_after(const Born& birth, int rank, const Source& source) {
+    const auto position = birth.positions.find(rank);
+    return source.position && position != birth.positions.end() &&
+           position->second > *source.position;
+  }
+
+  // ---- from a birth to a source ----
+
+  /// True if the birth lies between the last finite and the first bad event, on a rank where
+  /// unknown events do, too.
+  bool may_make(const Born& each, const Source& source) const {
+    const Origin &born = each.origin, &seen = source.origin;
+    const bool is_of_weight = born.cause == Cause::bad_weight;
+    if (is_weight(source)) return is_of_weight && have_common(born.candidates, seen.candidates);
+    if (!source.since) return false;
+    if (source.site == Site::gradient && is_bad_again(source) == false) return false;
+    const Part part = part_of(born.phase);
+    const bool is_in_time = *source.since <= part && part <= part_of(seen.phase) &&
+                            may_be_same(each.microbatches, source.microbatches);
+    // A weight may be read in any microbatch.
+    if (!is_in_time && !(is_of_weight && *source.since == Part::forward)) return false;
+    if (is_computed(source)) {
+      return std::ranges::any_of(born.candidates, [&](int rank) {
+        return std::ranges::count(seen.candidates, rank) > 0 && !is_after(each, rank, source);
+      });
+    }
+    if (have_common(born.candidates, seen.candidates)) return true;
+    // Within a replica, it may have come by ways that nobody scanned.
+    if (!source.is_open && seen.phase != Phase::grad_local) return false;
+    return is_in_replica_of(each, source);
+  }
+
+  bool is_in_replica_of(const Born& each, const Source& source) const {
+    return std::ranges::any_of(replicas_of(source.origin.candidates),
+                               [&](int replica) { return each.replicas.contains(replica); });
+  }
+
+  /// Only the first pass shows the finite parameters around a fault, and the first gradient that it
+  /// made bad.
+  void adopt_neighbours(Origin& born) const {
+    for (const Source& source : sources_) {
+      const Origin& seen = source.origin;
+      if (!std::ranges::binary_search(seen.candidates, born.candidates.front())) continue;
+      const std::string& first =
+          seen.parameter.empty() ? source.first_bad_gradient : seen.parameter;
+      if (first.empty() && seen.clean_before.empty() && seen.clean_after.empty()) continue;
+      if (born.parameter.empty() && born.direction != Direction::forward) born.parameter = first;
+      born.clean_before = seen.clean_before;
+      born.clean_after = seen.clean_after;
+      return;
+    }
+  }
+
+  static void adopt(Born& each, const Source& source) {
+    Origin& born = each.origin;
+    const Origin& seen = source.origin;
+    // The trace sees zero over zero; only the loss shows that no label was counted.
+    const bool is_quotient = born.phase == Phase::loss || born.op.starts_with("aten::div");
+    const bool is_undefined =
+        born.cause == Cause::unknown || born.cause == Cause::operator_undefined;
+    if (seen.cause == Cause::empty_loss_mask && is_quotient && is_undefined)
+      born.cause = seen.cause;
+    if (is_weight(source)) adopt_copies(born, seen);
+    const auto adopted = std::ranges::count(born.facts, FactSource::first_pass, &Fact::source);
+    if (!is_computed(source) || adopted == kMostAdopted) return;
+    born.facts.push_back(seen.facts.front());
+    born.facts.back().source = FactSource::first_pass;
+  }
+
+  /// The scan of all parameters shows other copies of a weight, and which rank updates its bad
+  /// elements.
+  static void adopt_copies(Origin& born, const Origin& seen) {
+    if (born.parameter != seen.parameter) return;
+    if (seen.tensor && born.tensor && born.tensor->shape != seen.tensor->shape) {
+      born.tensor = seen.tensor;
+    }
+    if (has_fact(seen.facts, FactKind::owner_is_left) &&
+        std::ranges::includes(born.candidates, seen.candidates)) {
+      born.candidates = seen.candidates;
+      born.coordinates = seen.coordinates;
+      born.is_on_every_candidate = seen.is_on_every_candidate;
+      born.data_parallel_replica = seen.data_parallel_replica;
+      std::erase_if(born.facts, [](const Fact& fact) {
+        return fact.kind == FactKind::same_on_ranks || fact.kind == FactKind::every_copy_bad;
+      });
+    }
+    for (const Fact& fact : seen.facts) {
+      const bool is_of_copies =
+          fact.kind == FactKind::copies_clean || fact.kind == FactKind::every_copy_bad ||
+          fact.kind == FactKind::no_copy_elsewhere || fact.kind == FactKind::gathered_from_owner ||
+          fact.kind == FactKind::owner_is_left;
+      if (is_of_copies && !has_fact(born.facts, fact.kind)) born.facts.push_back(fact);
+    }
+  }
+
+  // ---- sources that no birth explains: was it there again? ----
+
+  const Rerun* finished_rerun_of(int rank) const {
+    const RankEvidence* const evidence = incident_.find(rank);
+    if (evidence == nullptr || !evidence->ledger().is_complete) return nullptr;
+    const auto& rerun = evidence->ledger().rerun;
+    return rerun && rerun->reproduced ? &*rerun : nullptr;
+  }
+
+  /// Whether the gradient, or any gradient of the candidates, was bad in the re-run; empty if a
+  /// candidate cannot say, or had no bad one in the first pass either.
+  std::optional<bool> is_bad_again(const Source& source) const {
+    const Origin& seen = source.origin;
+    const bool had_bad = std::ranges::any_of(seen.candidates, [&](int rank) {
+      const RankEvidence* const evidence = incident_.find(rank);
+      return evidence != nullptr && !evidence->bad(Phase::grad_local).empty();
+    });
+    if (seen.phase > Phase::grad_local || !had_bad) return std::nullopt;
+    for (const int rank : seen.candidates) {
+      const Rerun* const rerun = finished_rerun_of(rank);
+      if (rerun == nullptr) return std::nullopt;
+      if (source.site != Site::gradient) {
+        if (!rerun->bad_parameters.empty()) return true;
+        continue;
+      }
+      const RankEvidence& evidence = *incident_.find(rank);
+      const auto position = evidence.position_of(std::string_view(seen.parameter));
+      if (!position) return std::nullopt;
+      const std::int64_t id = evidence.parameter(*position).id;
+      if (std::ranges::count(rerun->bad_parameters, id) > 0) return true;
+    }
+    return false;
+  }
+
+  bool is_gone(const Source& source) const {
+    if (rerun_.reproduced != true) return rerun_.reproduced == false;
+    if (source.is_open) return false;
+    switch (source.site) {
+      case Site::flow:
+      case Site::gradient:
+        return is_bad_again(source) == false;
+      case Site::computed:
+      case Site::received: {
+        const bool has_finished = std::ranges::all_of(
+            source.origin.candidates, [&](int rank) { return finished_rerun_of(rank) != nullptr; });
+        if (!has_finished) return false;
+        if (is_bad_again(source) == false) return true;
+        // A birth in the replica made the gradients bad again: they say nothing about this.
+        return std::ranges::any_of(
+            births_, [&](const Born& each) { return is_in_replica_of(each, source); });
+      }
+      default:
+        return false;
+    }
+  }
+
+  void add_rerun(Source& source, const Facts& facts) const {
+    Origin& origin = source.origin;
+    const bool gone = is_gone(source);
+    if (gone && rerun_.reproduced == true) {
+      origin.facts.push_back({.kind = FactKind::gone_in_rerun});
+    } else {
+      origin.facts.insert(origin.facts.end(), facts.begin(), facts.end());
+    }
+    if (gone) {
+      mark_as_gone(origin);
+      if (source.site != Site::flow || has_fact(origin.facts, FactKind::weights_gathered_unseen))
+        return;
+      // A fault in a gather of weights is in everything computed from them.
+      auto gathered = weights_gathered_unseen(incident_, origin.candidates);
+      if (gathered) origin.facts.push_back(*std::move(gathered));
+      return;
+    }
+    const bool is_transfer = (source.site == Site::received && !source.is_open) ||
+                             origin.cause == Cause::collective_result ||
+                             origin.cause == Cause::collective_sum;
+    if (!is_transfer || !rerun_.reproduced) return;
+    // The re-run ends with backward.
+    if (origin.phase > Phase::backward) {
+      origin.facts.push_back({.kind = FactKind::transfer_not_run_again});
+    } else if (is_bad_again(source) == true) {
+      origin.facts.push_back({.kind = FactKind::transfer_bad_again});
+    }
+  }
+
+  void mark_as_gone(Origin& origin) const {
+    // Finite when sent and bad on arrival is known without a re-run, and so is a sum that it does
+    // not compute again.
+    const bool is_witnessed =
+        origin.cause == Cause::pipeline_transfer || origin.cause == Cause::collective_result ||
+        (origin.cause == Cause::collective_sum && origin.phase > Phase::backward);
+    if (!is_witnessed) {
+      // A different outcome from a different state is no evidence against a machine.
+      if (rerun_.not_restored.empty()) origin.cause = Cause::not_reproduced;
+      origin.place_confidence = std::min(origin.place_confidence, Confidence::medium);
+      return;
+    }
+    const bool depends_on_timing = std::ranges::any_of(incident_.ranks(), [](const auto& rank) {
+      const auto& rerun = rank.ledger().rerun;
+      return rerun && rerun->control_reproduced == true;
+    });
+    if (rerun_.reproduced == false && !depends_on_timing) {
+      origin.facts.push_back({.kind = FactKind::happened_once});
+    }
+  }
+
+  const Incident& incident_;
+  std::vector<Source> sources_;
+  std::vector<Born> births_;
+  const RerunOutcome& rerun_;
+};
+
+}  // namespace
+
+std::vector<Origin> refine(const Incident& incident, std::vector<Source> sources,
+                           std::vector<Born> born, const RerunOutcome& rerun) {
+  return Refinement(incident, std::move(sources), std::move(born), rerun).run();
+}
+
+}  // namespace nanlocator::inline locate_room::events
