@@ -11,7 +11,6 @@ number of passes in which a fault acts: corrupted memory and transfers once, com
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from gpt_training import Trainer, local_tensor
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from passes import Passes
 
 FAULTS: dict[str, type[Fault]] = {}
 
@@ -110,7 +110,7 @@ class _InPass(Fault):
     repeats: int | None = 1  # None: in every pass
 
     def __post_init__(self) -> None:
-        self._reached: collections.Counter = collections.Counter()
+        self._reached = Passes()
 
     def _pass_to_act_in(self, trainer: Trainer, place: object = None) -> int | None:
         """Call this whenever the fault's place is reached, once per pass. Returns the number of this pass

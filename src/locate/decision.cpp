@@ -62,14 +62,12 @@ Owner author_of(const Origin& origin) {
 
 /// A fault that comes again with the same data is the author's; any other is tried once more.
 Proposal if_it_comes_again(const Origin& origin, bool is_again) {
-  return {is_again ? DecisionKind::do_not_restart : DecisionKind::restart_as_is,
-          author_of(origin)};
+  return {is_again ? DecisionKind::do_not_restart : DecisionKind::restart_as_is, author_of(origin)};
 }
 
 Proposal proposal_for_stored_value(const Origin& origin) {
-  return {DecisionKind::older_checkpoint, shows<FactKind::copies_clean>(origin)
-                                              ? Owner::cluster_operator
-                                              : Owner::model_author};
+  return {DecisionKind::older_checkpoint,
+          shows<FactKind::copies_clean>(origin) ? Owner::cluster_operator : Owner::model_author};
 }
 
 /// One that fails again, bit for bit, is rather the code: a buffer that is read before the transfer
@@ -118,7 +116,8 @@ Proposal proposal_for(const Origin& origin) {
     case Cause::collective_sum:
     case Cause::recompute_mismatch:
     case Cause::kernel_bug:
-      return if_it_comes_again(origin, !shows<FactKind::gone_in_rerun, FactKind::rerun_clean>(origin));
+      return if_it_comes_again(origin,
+                               !shows<FactKind::gone_in_rerun, FactKind::rerun_clean>(origin));
     case Cause::operator_bug:
       if (origin.detail == Detail::custom_code) return if_it_comes_again(origin, true);
       // Finite with the same inputs elsewhere: the kernel, or this device.
@@ -209,8 +208,8 @@ void add_recurrence(const Verdict& verdict, std::span<const Verdict> earlier,
     if (found == Recurrence::same_device) break;  // it explains the place
   }
   if (decision.kind == DecisionKind::none_needed) return;
-  if (decision.recurrence == Recurrence::same_device &&
-      decision.kind < DecisionKind::skip_batch && !decision.ranks.empty()) {
+  if (decision.recurrence == Recurrence::same_device && decision.kind < DecisionKind::skip_batch &&
+      !decision.ranks.empty()) {
     decision.kind = DecisionKind::exclude;
   }
   if (decision.recurrence == Recurrence::same_place) {
@@ -326,7 +325,8 @@ JobDecision decide(const Verdict& verdict, std::span<const Verdict> earlier) {
     decision.is_traced = false;
     decision.newest_step.reset();
     decision.is_to_check = false;
-    if (decision.page != Owner::nobody) decision.ticket = std::exchange(decision.page, Owner::nobody);
+    if (decision.page != Owner::nobody)
+      decision.ticket = std::exchange(decision.page, Owner::nobody);
   } else if (course == Course::goes_on_damaged && decision.kind < DecisionKind::older_checkpoint) {
     decision.kind = DecisionKind::older_checkpoint;
   }

@@ -57,7 +57,8 @@ bool is_judged_in_first_pass(const Incident& incident, const Root& receipt) {
   const RankList& members = receipt.birth->members;
   if (members == RankList()) return true;
   if (is_gathered_unseen(incident, receipt)) return false;
-  return std::ranges::count(receipt.rank->ledger().crossings, members, &CrossingCoverage::members) > 0;
+  return std::ranges::count(receipt.rank->ledger().crossings, members, &CrossingCoverage::members) >
+         0;
 }
 
 }  // namespace nanlocator::inline locate_room

@@ -291,10 +291,10 @@ class StaticParts {
   /// The block's rows, as in the log.
   [[nodiscard]] std::string block() const {
     const Narrative told = narrative_of(verdict_, report_.run_dir);
-    std::string html = element("p", "class=\"event\"",
-                               told.severity + "[" + told.code + "] " + told.event) +
-                       element("h1", "id=\"headline\"",
-                               told.severity == "INFO" ? outcome_of(verdict_) : told.action);
+    std::string html =
+        element("p", "class=\"event\"", told.severity + "[" + told.code + "] " + told.event) +
+        element("h1", "id=\"headline\"",
+                told.severity == "INFO" ? outcome_of(verdict_) : told.action);
     if (told.severity != "INFO") {
       html += "<ul class=\"five\">";
       for (const auto& [name, value] :

@@ -297,10 +297,9 @@ std::string in_place(const Origin& origin) {
     case Phase::grad_local:
     case Phase::grad_reduced:
     case Phase::grad_norm: {
-      const std::string when = origin.phase == Phase::grad_local ? " before their reduction"
-                               : origin.phase == Phase::grad_reduced
-                                   ? " after their reduction"
-                                   : "";
+      const std::string when = origin.phase == Phase::grad_local     ? " before their reduction"
+                               : origin.phase == Phase::grad_reduced ? " after their reduction"
+                                                                     : "";
       return origin.parameter.empty() ? " in the gradients" + when
                                       : " in the gradient of " + origin.parameter;
     }
@@ -344,16 +343,17 @@ std::string reached_of(const Verdict& verdict) {
 std::string what_of(const Verdict& verdict, const Origin* origin) {
   const std::string code = error_code_of(verdict);
   if (origin == nullptr) return filled_phrase(code, "what", {});
-  return filled_phrase(code, "what",
-                       {{"values", values_of(*origin)},
-                        {"elements", elements_of(*origin)},
-                        {"operation", operation_text(*origin)},
-                        {"in", in_place(*origin)},
-                        {"on", on_ranks(verdict, *origin)},
-                        {"who", ranks_place_of(verdict, origin->candidates)},
-                        {"parameter", origin->parameter.empty() ? "a parameter" : origin->parameter},
-                        {"group", group_of(verdict, *origin)},
-                        {"peers", peers_of(verdict, *origin)}}) +
+  return filled_phrase(
+             code, "what",
+             {{"values", values_of(*origin)},
+              {"elements", elements_of(*origin)},
+              {"operation", operation_text(*origin)},
+              {"in", in_place(*origin)},
+              {"on", on_ranks(verdict, *origin)},
+              {"who", ranks_place_of(verdict, origin->candidates)},
+              {"parameter", origin->parameter.empty() ? "a parameter" : origin->parameter},
+              {"group", group_of(verdict, *origin)},
+              {"peers", peers_of(verdict, *origin)}}) +
          reached_of(verdict);
 }
 
@@ -435,7 +435,6 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
   return kept;
 }
 
-
 std::string kind_of(const Origin& origin) {
   if (origin.cause == Cause::unknown || origin.cause == Cause::not_reproduced ||
       (is_stored(origin) && origin.owner != Owner::cluster_operator)) {
@@ -463,9 +462,8 @@ std::string kind_of(const Origin& origin) {
 bool may_be_code(const Origin& origin) {
   constexpr std::array kOfCode = {Suspect::early_reuse, Suspect::collective, Suspect::kernel,
                                   Suspect::race};
-  return std::ranges::any_of(origin.alternatives, [&](Suspect each) {
-    return std::ranges::count(kOfCode, each) > 0;
-  });
+  return std::ranges::any_of(origin.alternatives,
+                             [&](Suspect each) { return std::ranges::count(kOfCode, each) > 0; });
 }
 
 std::string cause_of(const Verdict& verdict, const Origin& origin) {
@@ -542,8 +540,7 @@ std::string state_of(const Verdict& verdict) {
                  : "stopped before the update of " + step_text(verdict.iteration);
       break;
     case Course::goes_on_damaged:
-      text = "running on bad weights (on_bad=" + job.on_bad +
-             "): what it saves from now on is bad";
+      text = "running on bad weights (on_bad=" + job.on_bad + "): what it saves from now on is bad";
       break;
     case Course::goes_on:
       text = running_text(verdict);
@@ -623,8 +620,8 @@ std::string loaded_text(const Verdict& verdict) {
   }
   if (file != nullptr) {
     const std::string path = joined_path(folder, file->name);
-    return "LOAD " + path + " (after " + step_text(file->step) + "; first: " +
-           check_command(path) + ")";
+    return "LOAD " + path + " (after " + step_text(file->step) + "; first: " + check_command(path) +
+           ")";
   }
   if (decision.newest_step && *decision.newest_step < 1) {
     return "LOAD what this run was started from: no step of it was finished";
@@ -802,21 +799,21 @@ std::vector<std::string> reasons_of(const Origin& origin) {
   constexpr std::size_t kMost = 2;
   // Said in the rows above, or of use only with all other evidence.
   constexpr std::array kLeftOut = {
-      FactKind::rerun_identical, FactKind::rerun_clean,         FactKind::rerun_differs,
-      FactKind::gone_in_rerun,   FactKind::rerun_not_completed, FactKind::replayed,
-      FactKind::same_on_ranks,   FactKind::values_at_first_bad, FactKind::input,
-      FactKind::reached,         FactKind::derivative_of,       FactKind::copies_clean,
+      FactKind::rerun_identical, FactKind::rerun_clean,          FactKind::rerun_differs,
+      FactKind::gone_in_rerun,   FactKind::rerun_not_completed,  FactKind::replayed,
+      FactKind::same_on_ranks,   FactKind::values_at_first_bad,  FactKind::input,
+      FactKind::reached,         FactKind::derivative_of,        FactKind::copies_clean,
       FactKind::peers_finite,    FactKind::members_got_the_same, FactKind::called_in_framework,
       FactKind::control_clean,   FactKind::stated_action};
   std::vector<std::string> reasons;
   for (const Fact& fact : ordered_facts(origin)) {
     const int place = place_of(fact);
-    const bool is_of_other_variant = (fact.kind == FactKind::variant_bad ||
-                                      fact.kind == FactKind::variant_finite) &&
-                                     origin.cause != Cause::compiled_region &&
-                                     origin.cause != Cause::uninitialised_memory &&
-                                     origin.cause != Cause::race;
-    const bool is_left_out = is_of_other_variant || place == 0 || place > 4 || fact.source != FactSource::origin ||
+    const bool is_of_other_variant =
+        (fact.kind == FactKind::variant_bad || fact.kind == FactKind::variant_finite) &&
+        origin.cause != Cause::compiled_region && origin.cause != Cause::uninitialised_memory &&
+        origin.cause != Cause::race;
+    const bool is_left_out = is_of_other_variant || place == 0 || place > 4 ||
+                             fact.source != FactSource::origin ||
                              std::ranges::count(kLeftOut, fact.kind) > 0;
     if (!is_left_out && reasons.size() < kMost) reasons.push_back(fact_text(fact));
   }
@@ -849,11 +846,14 @@ void add_check(const Verdict& verdict, Rows& rows) {
   const bool is_out =
       decision.kind == DecisionKind::exclude || decision.kind == DecisionKind::older_checkpoint;
   if (!is_out) {
-    add_row(rows, "check", "the error counters on " + joined(hosts) +
-                               " now: nvidia-smi -q -d ECC; dmesg -T | grep -i xid");
+    add_row(rows, "check",
+            "the error counters on " + joined(hosts) +
+                " now: nvidia-smi -q -d ECC; dmesg -T | grep -i xid");
     add_row(rows, "if errors", "restart without " + suspects);
-    add_row(rows, "if AGAIN", "on " + suspects + ": it stays out; on other hosts: page the model "
-                                                 "author");
+    add_row(rows, "if AGAIN",
+            "on " + suspects +
+                ": it stays out; on other hosts: page the model "
+                "author");
     return;
   }
   add_row(rows, "check",
@@ -861,8 +861,10 @@ void add_check(const Verdict& verdict, Rows& rows) {
               (hosts.size() > 1 ? ", started on each" : "") +
               ", out of the job; the restart does not wait for it)");
   add_row(rows, "if FAIL", "what it names stays out until it is repaired");
-  add_row(rows, "if PASS", suspects + " may come back; a second event there takes it out; the same "
-                                      "elsewhere: the code or a shared link");
+  add_row(rows, "if PASS",
+          suspects +
+              " may come back; a second event there takes it out; the same "
+              "elsewhere: the code or a shared link");
 }
 
 void add_details(const Verdict& verdict, const Origin& origin, std::string_view run_dir,
@@ -953,9 +955,8 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
 
 std::string explanation_of(std::string_view code) {
   std::string text(code);
-  for (const auto& [field, label] :
-       {std::pair("means", "means"), std::pair("confirm", "confirm"), std::pair("fix", "fix"),
-        std::pair("unlike", "is not")}) {
+  for (const auto& [field, label] : {std::pair("means", "means"), std::pair("confirm", "confirm"),
+                                     std::pair("fix", "fix"), std::pair("unlike", "is not")}) {
     text += "\n  " + std::string(label) + std::string(10 - std::string_view(label).size(), ' ') +
             std::string(phrase(code, field));
   }

@@ -50,8 +50,7 @@ std::string_view phrase(std::string_view code, std::string_view field) {
                    std::string(field));
 }
 
-std::string filled_phrase(std::string_view code, std::string_view field,
-                          const Fillings& fillings) {
+std::string filled_phrase(std::string_view code, std::string_view field, const Fillings& fillings) {
   std::string text;
   for (std::string_view rest = phrase(code, field); !rest.empty();) {
     const std::size_t open = rest.find('{');

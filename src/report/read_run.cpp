@@ -490,9 +490,8 @@ std::vector<Verdict> earlier_verdicts(const fs::path& attempt) {
   const fs::path folder = fs::absolute(attempt).lexically_normal();
   const std::string name = folder.filename().string();
   const auto attempts = numbered_entries(folder.parent_path(), "a", "");
-  const auto own = std::ranges::find(attempts, name, [](const auto& entry) {
-    return entry.second.filename().string();
-  });
+  const auto own = std::ranges::find(
+      attempts, name, [](const auto& entry) { return entry.second.filename().string(); });
   if (own == attempts.end()) return earlier;
   std::vector<std::string> ignored;
   for (auto each = std::make_reverse_iterator(own);

@@ -258,16 +258,16 @@ std::string format(const Verdict& verdict, const TerminalStyle& style, const Amo
 std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
   const Narrative told = narrative_of(verdict, style.run_dir);
   Page page(style);
-  page.first_line("nanlocator " + told.severity + "[" + told.code + "] " + told.event + ": " +
-                    told.action,
-                colour_of(told.severity));
+  page.first_line(
+      "nanlocator " + told.severity + "[" + told.code + "] " + told.event + ": " + told.action,
+      colour_of(told.severity));
   if (told.severity == "INFO") {
     for (const auto& [label, text] : told.rows) page.row(label + ":", text, 2);
     return std::move(page).text();
   }
   page.verbatim("restart " + told.restart + " | hosts " + told.hosts + " | load " + told.load +
-                     " | page " + told.page + " | ticket " + told.ticket,
-                 2);
+                    " | page " + told.page + " | ticket " + told.ticket,
+                2);
   for (const auto& [label, text] : told.rows) page.row(label + ":", text, 2);
   if (told.place.empty() && told.details.empty()) return std::move(page).text();
   page.text_line("--- " + (told.audience.empty() ? "evidence" : told.audience), 2);

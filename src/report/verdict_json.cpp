@@ -115,8 +115,9 @@ constexpr auto json_fields(const Verdict*) {
                     JsonField("spread", &V::spread), JsonField("clean", &V::clean),
                     JsonField("rerun", &V::rerun), JsonField("job", &V::job),
                     JsonAdded(JsonField("decision", &V::decision)), JsonWriteOnly{"narrative"},
-                    JsonAdded(JsonField("launch", &V::launch)), JsonField("layout", &V::layout), JsonField("silent_ranks", &V::silent_ranks),
-                    JsonField("notes", &V::notes), JsonField("facts", &V::facts));
+                    JsonAdded(JsonField("launch", &V::launch)), JsonField("layout", &V::layout),
+                    JsonField("silent_ranks", &V::silent_ranks), JsonField("notes", &V::notes),
+                    JsonField("facts", &V::facts));
 }
 
 namespace {
@@ -151,20 +152,24 @@ void read_sentences(const JsonObject& object, Origin& origin) {
   origin.facts.push_back({.kind = FactKind::stated_action, .text = object.text("action")});
 }
 
-nlohmann::ordered_json rows_to_json(
-    const std::vector<std::pair<std::string, std::string>>& rows) {
+nlohmann::ordered_json rows_to_json(const std::vector<std::pair<std::string, std::string>>& rows) {
   auto json = nlohmann::ordered_json::array();
   for (const auto& [label, text] : rows) json.push_back({label, text});
   return json;
 }
 
 nlohmann::ordered_json to_json(const Narrative& told) {
-  return {{"severity", told.severity}, {"code", told.code},
-          {"action", told.action},     {"restart", told.restart},
-          {"hosts", told.hosts},       {"load", told.load},
-          {"page", told.page},         {"ticket", told.ticket},
+  return {{"severity", told.severity},
+          {"code", told.code},
+          {"action", told.action},
+          {"restart", told.restart},
+          {"hosts", told.hosts},
+          {"load", told.load},
+          {"page", told.page},
+          {"ticket", told.ticket},
           {"rows", rows_to_json(told.rows)},
-          {"place", told.place},       {"source", told.source},
+          {"place", told.place},
+          {"source", told.source},
           {"details", rows_to_json(told.details)}};
 }
 

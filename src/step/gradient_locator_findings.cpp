@@ -413,7 +413,8 @@ void GradientLocator::Impl::write_page(const Verdict& verdict, std::vector<Ledge
     report.ledgers = std::move(ledgers);
     add_details(report, directory);
     write_file_atomically(path, format_html(report));
-    std::cerr << "  report:      " + std::filesystem::absolute(path).string() + "\n\n" << std::flush;
+    std::cerr << "  report:      " + std::filesystem::absolute(path).string() + "\n\n"
+              << std::flush;
   } catch (const std::exception& error) {
     std::cerr << "nanlocator: report.html was not written: " + std::string(error.what()) + "\n"
               << std::flush;

@@ -98,10 +98,11 @@ TEST_F(ReportCommand, PrintsTheVerdictWithoutColoursInAPipe) {
   const auto result = report({});
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_EQ(result.err, "");
-  EXPECT_THAT(result.out,
-              StartsWith("nanlocator ERROR[needs_trace] step 7: RUN ONE TRACED STEP\n"
-                         "  restart ONLY TRACED | hosts as before | load the newest | page nobody | "
-                         "ticket none\n"));
+  EXPECT_THAT(
+      result.out,
+      StartsWith("nanlocator ERROR[needs_trace] step 7: RUN ONE TRACED STEP\n"
+                 "  restart ONLY TRACED | hosts as before | load the newest | page nobody | "
+                 "ticket none\n"));
   EXPECT_THAT(result.out, HasSubstr("NaN (non-finite) in 1 of 32 elements from [2, 1]"));
   EXPECT_THAT(result.out, Not(HasSubstr("\x1b")));
 }

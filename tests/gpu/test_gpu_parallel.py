@@ -25,6 +25,7 @@ from ranks import KeptRanks, RankServer, standard_error
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from unseen_count import UnseenCount
 
 import nanlocator
 from nanlocator import _C, LocatingOptimizer, NonFiniteGradientError
@@ -82,12 +83,11 @@ class _ZeroOverZeroInBackward(torch.autograd.Function):
 
 
 def overwritten_once() -> Fault:
-    times = []
+    times = UnseenCount()
 
     def fault(x: torch.Tensor) -> torch.Tensor:
-        times.append(None)
         x = x.clone()
-        if len(times) == 1:
+        if times.one_more() == 1:
             x.data.view(-1)[ELEMENT] = math.nan
         return x
 

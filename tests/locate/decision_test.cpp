@@ -38,15 +38,14 @@ Verdict verdict_of(Cause cause, Facts facts = {}, Detail detail = Detail::none) 
   verdict.origins = {std::move(origin)};
   verdict.job.on_bad = "stop";
   verdict.job.are_weights_finite = true;
-  verdict.layout = JobLayout{.first_rank = on("a17", 0),
-                             .ranks_per_host = 8,
-                             .mentioned = {on("a17", 3)}};
+  verdict.layout =
+      JobLayout{.first_rank = on("a17", 0), .ranks_per_host = 8, .mentioned = {on("a17", 3)}};
   return verdict;
 }
 
 TEST(Decision, CodeThatFailsAgainStaysDown) {
-  const JobDecision decision = decide(verdict_of(Cause::operator_undefined, {},
-                                              Detail::log_of_negative));
+  const JobDecision decision =
+      decide(verdict_of(Cause::operator_undefined, {}, Detail::log_of_negative));
   EXPECT_EQ(decision.kind, DecisionKind::do_not_restart);
   EXPECT_EQ(decision.page, Owner::model_author);
   EXPECT_EQ(decision.ticket, Owner::nobody);

@@ -156,10 +156,12 @@ ELSEWHERE = {
     "src/record/ledger.cpp": ["level", "on_bad", "rerun"],
     "src/report/html.cpp": ["level"],
     "src/report/read_run.cpp": ["level"],
-    "src/report/verdict_json.cpp": ["on_bad", "rerun"],
+    "src/report/verdict_json.cpp": ["on_bad", "rerun", "checkpoint_dir"],
     "src/step/run_directory.cpp": ["level"],
     # Advice, examples.
     "src/report/cause_text.cpp": ["check_params"],
+    "src/report/narrative.cpp": ["level"],
+    "src/report/phrasebook.txt": ["check_params", "level"],
     "src/recorder/step_recorder.cpp": ["recorded_bytes"],
     "integrations/nanlocator/__main__.py": ["on_bad"],
     "integrations/nanlocator/megatron/launcher.py": ["on_bad", "output_dir"],

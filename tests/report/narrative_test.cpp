@@ -43,10 +43,8 @@ Verdict division_by_zero() {
   origin.coordinates = place_of_rank(3);
   origin.module = "decoder.layers.2.mlp.router";
   origin.op = "aten::div.Tensor";
-  origin.code = CodeLine{.file = "model/router.py",
-                         .line = 515,
-                         .function = "gate",
-                         .text = "return t / denominator"};
+  origin.code = CodeLine{
+      .file = "model/router.py", .line = 515, .function = "gate", .text = "return t / denominator"};
   origin.tensor = OriginTensor{.role = "output[0]",
                                .shape = {4, 32},
                                .dtype = "float32",
@@ -55,12 +53,12 @@ Verdict division_by_zero() {
                                .first_bad_index = {0, 0}};
   origin.cause = Cause::operator_undefined;
   origin.detail = Detail::division_by_zero;
-  origin.facts = {{.kind = FactKind::made_from_finite, .op = origin.op},
-                  {.kind = FactKind::values_at_first_bad,
-                   .values = {{"self", -0.0228}, {"other", 0}}},
-                  {.kind = FactKind::rerun_identical, .count = 54},
-                  {.kind = FactKind::replayed,
-                   .conclusion = std::string(name_of(ReplayConclusion::deterministic_undefined))}};
+  origin.facts = {
+      {.kind = FactKind::made_from_finite, .op = origin.op},
+      {.kind = FactKind::values_at_first_bad, .values = {{"self", -0.0228}, {"other", 0}}},
+      {.kind = FactKind::rerun_identical, .count = 54},
+      {.kind = FactKind::replayed,
+       .conclusion = std::string(name_of(ReplayConclusion::deterministic_undefined))}};
   origin.bundle = "bundles/step2";
   complete(origin);
   verdict.origins = {origin};
@@ -70,9 +68,8 @@ Verdict division_by_zero() {
                  .are_weights_updated = false,
                  .are_weights_finite = true,
                  .restart = Restart::repeats};
-  verdict.layout = JobLayout{.first_rank = place_of_rank(0),
-                             .ranks_per_host = 8,
-                             .mentioned = {place_of_rank(3)}};
+  verdict.layout = JobLayout{
+      .first_rank = place_of_rank(0), .ranks_per_host = 8, .mentioned = {place_of_rank(3)}};
   verdict.launch = Launch{.found = "2026-11-27 02:58",
                           .scheduler = "slurm",
                           .job_id = "88213",
@@ -84,8 +81,9 @@ Verdict division_by_zero() {
 }
 
 TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
-  EXPECT_EQ(format_verdict(division_by_zero(), {.run_dir = "/runs/a0"}),
-            R"(nanlocator ERROR[div_zero] 2026-11-27 02:58 UTC job 88213 gpt-moe, step 2: LEAVE IT DOWN, PAGE THE MODEL AUTHOR
+  EXPECT_EQ(
+      format_verdict(division_by_zero(), {.run_dir = "/runs/a0"}),
+      R"(nanlocator ERROR[div_zero] 2026-11-27 02:58 UTC job 88213 gpt-moe, step 2: LEAVE IT DOWN, PAGE THE MODEL AUTHOR
   restart NO | hosts none suspected | load nothing now | page model author | ticket none
   what:        division by zero: torch.div in decoder.layers.2.mlp.router on rank 3 = a17:GPU3 gave -Inf
                (non-finite) in 4 of 128 elements from [0, 0]; it reached the gradients of 1 parameter on 2
@@ -167,8 +165,9 @@ TEST(Narrative, SuspectedHostsAreNamedWithTheirGpusAndACheck) {
                                               "a18:GPU3 in decoder.layers.2.mlp.router returned "
                                               "-Inf (non-finite)"))));
   EXPECT_THAT(told.rows, Contains(Pair("cause", HasSubstr("hardware or code, open"))));
-  EXPECT_THAT(told.rows, Contains(Pair("check", HasSubstr("nanlocator netcheck --nproc-per-node 8   (on a17, "
-                                                "out of the job"))));
+  EXPECT_THAT(told.rows,
+              Contains(Pair("check", HasSubstr("nanlocator netcheck --nproc-per-node 8   (on a17, "
+                                               "out of the job"))));
   EXPECT_THAT(told.rows, Contains(Key("if FAIL")));
   EXPECT_THAT(told.rows, Contains(Key("if PASS")));
 }
@@ -208,11 +207,12 @@ TEST(Narrative, CheckpointsThatHoldTheFaultAreNeverLoaded) {
   verdict.decision = decide(verdict);
   const Narrative told = narrative_of(verdict);
   EXPECT_EQ(told.action, "RESTART FROM iter_0000600");
-  EXPECT_THAT(told.rows,
-              Contains(Pair("checkpoint", HasSubstr("LOAD /ckpt/run17/iter_0000600 (after step 600; first: "
-                                                    "nanlocator check-checkpoint "
-                                                    "/ckpt/run17/iter_0000600), "
-                                                    "NEVER LOAD iter_0000700 or anything newer"))));
+  EXPECT_THAT(
+      told.rows,
+      Contains(Pair("checkpoint", HasSubstr("LOAD /ckpt/run17/iter_0000600 (after step 600; first: "
+                                            "nanlocator check-checkpoint "
+                                            "/ckpt/run17/iter_0000600), "
+                                            "NEVER LOAD iter_0000700 or anything newer"))));
 }
 
 TEST(Narrative, ACleanAndAnEmptyVerdictSaySo) {

@@ -77,11 +77,9 @@ TEST(FormatEvidence, TheStateOfTheJobComesFirstAndStepsAreNumbered) {
   EXPECT_LT(text.find("  restart"), text.find("  cause"));
   EXPECT_THAT(text, HasSubstr("\n  action       1. test the memory"));
   EXPECT_THAT(text, HasSubstr("\n               2. look for a kernel"));
-  EXPECT_THAT(
-      text,
-      HasSubstr(
-          "\n               3. check the machine and its links:\n               nanlocator netcheck "
-          "--nproc-per-node 8\n"))
+  EXPECT_THAT(text, HasSubstr("\n               3. check the machine and its links:\n              "
+                              " nanlocator netcheck "
+                              "--nproc-per-node 8\n"))
       << "a command stands on a line of its own";
 }
 

@@ -96,9 +96,8 @@ Verdict example_verdict() {
                  .are_weights_finite = true,
                  .restart = Restart::before_step,
                  .restart_before = 1280};
-  verdict.layout = JobLayout{.first_rank = *origin.coordinates,
-                             .ranks_per_host = 8,
-                             .mentioned = {*origin.coordinates}};
+  verdict.layout = JobLayout{
+      .first_rank = *origin.coordinates, .ranks_per_host = 8, .mentioned = {*origin.coordinates}};
   verdict.decision = {.kind = DecisionKind::older_checkpoint,
                       .origin = 0,
                       .ranks = {origin.coordinates->rank},

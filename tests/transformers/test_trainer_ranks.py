@@ -76,7 +76,7 @@ def test_the_rank_with_the_bad_data_is_named(bad_item, accumulation, place):
     assert (origin["phase"], origin["direction"]) == ("forward", "forward")
     assert origin["tensor"]["first_bad_index"] == [0, 4, 6]
     assert first["rerun"]["reproduced"] is True and first["rerun"]["not_restored"] == []
-    assert "rank 1" in text
+    assert "ERROR[bad_data]" in text
     assert (Path("out/nanlocator_run/a0") / "report.html").exists()
 
 

@@ -35,11 +35,10 @@ void report_truncated_files() {
 
 int run(const std::vector<std::string>& words) {
   report_truncated_files();
-  const Command commands[] = {
-      bundle_command(),   check_checkpoint_command(), doctor_command(),
-      explain_command(),  history_command(),          map_command(),
-      netcheck_command(), replay_command(),           report_command(),
-      version_command()};
+  const Command commands[] = {bundle_command(),   check_checkpoint_command(), doctor_command(),
+                              explain_command(),  history_command(),          map_command(),
+                              netcheck_command(), replay_command(),           report_command(),
+                              version_command()};
   const Command nanlocator = {
       .name = "nanlocator",
       .summary = "Finds where a NaN or Inf of a distributed training run was born",

@@ -1,4 +1,5 @@
-// A verdict as text: the block for the engineer on call, and all evidence for whoever looks into it.
+// A verdict as text: the block for the engineer on call, and all evidence for whoever looks into
+// it.
 #pragma once
 
 #include <string>

@@ -266,7 +266,11 @@ def _content(value: Any) -> Any:
 
 
 def _attributes_of(owner: Any) -> Any:
-    """The simple attributes of an object or a class; None if it has none."""
+    """The simple attributes of an object or a class of the program; None if it has none. Objects of a library
+    count their own work, as FullyShardedDataParallel does."""
+    kind = owner if isinstance(owner, type) else type(owner)
+    if kind.__module__.partition(".")[0] in _LIBRARIES:
+        return None
     attributes = getattr(owner, "__dict__", None)
     if attributes is None or len(attributes) > _MOST:
         return None

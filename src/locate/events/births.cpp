@@ -72,7 +72,8 @@ class Births {
     std::vector<Root> receipts;
     std::erase_if(roots_, [&](const Root& root) {
       if (!is_receipt(root)) return false;
-      const bool is_explained = has_birth || (has_crossings_ && is_judged_in_first_pass(incident_, root));
+      const bool is_explained =
+          has_birth || (has_crossings_ && is_judged_in_first_pass(incident_, root));
       if (is_explained) receipts.push_back(root);
       return is_explained || is_passed_on(root, senders);
     });

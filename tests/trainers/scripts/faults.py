@@ -22,8 +22,17 @@ KIND = os.environ.get("FAULT", "none")
 STEP = int(os.environ.get("FAULT_STEP", "3"))
 BLANK = 0  # no healthy batch has this token; its embedding is zeros (padding_idx)
 
-_flipped = False
-_calls = 0
+
+class _Damage:
+    """Without attributes that a re-run could compare: broken memory is no state of the program."""
+
+    __slots__ = ("calls", "is_done")
+
+    def __init__(self):
+        self.calls, self.is_done = 0, False
+
+
+_damage = _Damage()
 
 
 def wakes(kind, step):
@@ -42,20 +51,18 @@ def blank(tokens, step, row=0):
 
 def flip(tensor, now):
     """Damages `tensor` (an activation, a gradient) like broken memory, the first time `now` holds."""
-    global _flipped
-    if KIND == "once" and now and not _flipped:
-        _flipped = True
+    if KIND == "once" and now and not _damage.is_done:
+        _damage.is_done = True
         ctypes.c_float.from_address(tensor.data_ptr()).value = float("nan")
     return tensor
 
 
 def flip_activation(tensor, calls_per_step=1):
     """The same for a module that does not know the step: it calls this `calls_per_step` times in a step."""
-    global _calls
     if not torch.is_grad_enabled():  # generation of text
         return tensor
-    _calls += 1
-    return flip(tensor, _calls == STEP * calls_per_step + 1)
+    _damage.calls += 1
+    return flip(tensor, _damage.calls == STEP * calls_per_step + 1)
 
 
 def summary(losses, *models):
