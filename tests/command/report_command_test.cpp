@@ -102,7 +102,7 @@ TEST_F(ReportCommand, PrintsTheVerdictWithoutColoursInAPipe) {
       result.out,
       StartsWith("nanlocator ERROR[needs_trace] step 7: RUN ONE TRACED STEP\n"
                  "  restart ONLY TRACED | hosts as before | load the newest | page nobody | "
-                 "ticket none\n"));
+                 "ticket model author\n"));
   EXPECT_THAT(result.out, HasSubstr("NaN (non-finite) in 1 of 32 elements from [2, 1]"));
   EXPECT_THAT(result.out, Not(HasSubstr("\x1b")));
 }
