@@ -168,11 +168,9 @@ struct Device {
 
 std::set<Device> devices_of(const Verdict& verdict, const std::vector<int>& ranks) {
   std::set<Device> devices;
-  if (!verdict.layout) return devices;
-  for (const RankCoordinates& each : verdict.layout->mentioned) {
-    if (std::ranges::count(ranks, each.rank) > 0 && !each.host.empty()) {
-      devices.insert({each.host, each.device});
-    }
+  for (const int rank : ranks) {
+    const RankCoordinates* const known = find_mentioned(verdict, rank);
+    if (known != nullptr && !known->host.empty()) devices.insert({known->host, known->device});
   }
   return devices;
 }
@@ -257,6 +255,13 @@ bool is_of_weight(FactKind kind) {
 }
 
 }  // namespace
+
+const RankCoordinates* find_mentioned(const Verdict& verdict, int rank) noexcept {
+  if (!verdict.layout) return nullptr;
+  const auto& known = verdict.layout->mentioned;
+  const auto found = std::ranges::find(known, rank, &RankCoordinates::rank);
+  return found == known.end() ? nullptr : &*found;
+}
 
 bool is_deterministic(const Origin& origin) {
   switch (origin.cause) {

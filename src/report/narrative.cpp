@@ -127,13 +127,6 @@ std::string error_code_of(const Origin& origin) {
 
 // ---- ranks, hosts, people ----
 
-const RankCoordinates* coordinates_of(const Verdict& verdict, int rank) {
-  if (!verdict.layout) return nullptr;
-  const auto& known = verdict.layout->mentioned;
-  const auto found = std::ranges::find(known, rank, &RankCoordinates::rank);
-  return found == known.end() ? nullptr : &*found;
-}
-
 bool is_gpu(const RankCoordinates& coordinates) {
   return coordinates.device.starts_with("cuda:");
 }
@@ -149,7 +142,7 @@ std::string ranks_place_of(const Verdict& verdict, const std::vector<int>& ranks
   if (ranks.size() > kMost) return "ranks " + short_list(ranks);
   std::vector<std::string> places;
   for (const int rank : ranks) {
-    const RankCoordinates* const known = coordinates_of(verdict, rank);
+    const RankCoordinates* const known = find_mentioned(verdict, rank);
     places.push_back(known == nullptr ? "rank " + std::to_string(rank) : rank_place_of(*known));
   }
   return joined(places);
@@ -168,7 +161,7 @@ std::string on_ranks(const Verdict& verdict, const Origin& origin) {
 std::vector<std::string> hosts_of(const Verdict& verdict, const std::vector<int>& ranks) {
   std::set<std::string> hosts;
   for (const int rank : ranks) {
-    const RankCoordinates* const known = coordinates_of(verdict, rank);
+    const RankCoordinates* const known = find_mentioned(verdict, rank);
     if (known != nullptr && !known->host.empty()) hosts.insert(known->host);
   }
   return {hosts.begin(), hosts.end()};
@@ -186,7 +179,7 @@ std::string suspects_text(const Verdict& verdict) {
   if (!is_one_host(verdict)) return joined(hosts);
   std::set<std::string> devices;
   for (const int rank : ranks) {
-    const RankCoordinates* const known = coordinates_of(verdict, rank);
+    const RankCoordinates* const known = find_mentioned(verdict, rank);
     if (known != nullptr && is_gpu(*known)) devices.insert(gpu_of(*known));
   }
   if (devices.empty()) return joined(hosts);
@@ -361,7 +354,7 @@ std::string what_of(const Verdict& verdict, const Origin* origin) {
 
 const char* same_machine(const Verdict& verdict, const Origin& origin) {
   const RankCoordinates* const known =
-      origin.candidates.empty() ? nullptr : coordinates_of(verdict, origin.candidates.front());
+      origin.candidates.empty() ? nullptr : find_mentioned(verdict, origin.candidates.front());
   return known != nullptr && is_gpu(*known) ? "the same GPU" : "the same machine";
 }
 
@@ -570,6 +563,11 @@ const CheckpointFile* checkpoint_to_load(const Verdict& verdict) {
   return nullptr;
 }
 
+/// Checkpoints from its update on may hold the fault.
+std::string first_bad_step(const Verdict& verdict) {
+  return std::to_string(verdict.decision.newest_step.value_or(verdict.iteration - 1) + 1);
+}
+
 /// Nothing of the fault can be in a checkpoint yet.
 bool may_load_newest(const Verdict& verdict) {
   const auto newest = verdict.decision.newest_step;
@@ -627,8 +625,7 @@ std::string loaded_text(const Verdict& verdict) {
     return "LOAD what this run was started from: no step of it was finished";
   }
   if (may_load_newest(verdict)) return "LOAD the newest: nothing bad can have been saved";
-  return "LOAD the newest from before the update of step " +
-         std::to_string(decision.newest_step.value_or(verdict.iteration - 1) + 1) +
+  return "LOAD the newest from before the update of step " + first_bad_step(verdict) +
          ", NEVER LOAD anything newer";
 }
 
@@ -697,8 +694,7 @@ std::string action_text_of(const Verdict& verdict) {
               : file != nullptr    ? file->name
               : may_load_newest(verdict)
                   ? "THE NEWEST CHECKPOINT"
-                  : "A CHECKPOINT FROM BEFORE STEP " +
-                        std::to_string(decision.newest_step.value_or(verdict.iteration - 1) + 1));
+                  : "A CHECKPOINT FROM BEFORE STEP " + first_bad_step(verdict));
     }
     case DecisionKind::do_not_restart:
       return (is_running_damaged ? "KILL IT NOW, PAGE THE " : "LEAVE IT DOWN, PAGE THE ") +
@@ -709,15 +705,20 @@ std::string action_text_of(const Verdict& verdict) {
 
 std::string restart_word_of(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
+  if (decision.is_traced) return "ONLY TRACED";
   switch (decision.kind) {
     case DecisionKind::none_needed:
     case DecisionKind::do_not_restart:
       return "NO";
     case DecisionKind::restart_as_is:
-      return decision.is_traced ? "ONLY TRACED" : "ONCE";
+      return "ONCE";
     default:
-      return decision.is_traced ? "ONLY TRACED" : "YES";
+      return "YES";
   }
+}
+
+bool leaves_suspects_out(const JobDecision& decision) {
+  return decision.kind == DecisionKind::exclude || decision.kind == DecisionKind::older_checkpoint;
 }
 
 std::string hosts_text_of(const Verdict& verdict) {
@@ -726,15 +727,8 @@ std::string hosts_text_of(const Verdict& verdict) {
     return decision.is_traced || decision.kind == DecisionKind::none_needed ? "as before"
                                                                             : "none suspected";
   }
-  const std::string suspects = suspects_text(verdict);
-  switch (decision.kind) {
-    case DecisionKind::exclude:
-      return "without " + suspects;
-    case DecisionKind::older_checkpoint:
-      return "without " + suspects;
-    default:
-      return "as before, suspect " + suspects;
-  }
+  return (leaves_suspects_out(decision) ? "without " : "as before, suspect ") +
+         suspects_text(verdict);
 }
 
 std::string event_of(const Verdict& verdict) {
@@ -826,14 +820,16 @@ void add_row(Rows& rows, const char* label, std::string text) {
   if (!text.empty()) rows.emplace_back(label, std::move(text));
 }
 
+/// The first one has the label.
+void add_rows(Rows& rows, const char* label, std::vector<std::string> texts) {
+  for (std::string& text : texts) {
+    rows.emplace_back(&text == &texts.front() ? label : "", std::move(text));
+  }
+}
+
 /// `nanlocator netcheck` on these hosts alone.
 std::string check_of_hosts(const std::vector<std::string>& hosts, int ranks_per_host) {
-  std::string command = "nanlocator netcheck --nproc-per-node " + std::to_string(ranks_per_host);
-  if (hosts.size() > 1) {
-    command += " --nnodes " + std::to_string(hosts.size()) +
-               " --rdzv-backend c10d --rdzv-endpoint " + hosts.front() + ":29400";
-  }
-  return command;
+  return netcheck_command(ranks_per_host, static_cast<int>(hosts.size()), hosts.front());
 }
 
 /// What tells a machine from code, and what its outcomes mean.
@@ -843,9 +839,7 @@ void add_check(const Verdict& verdict, Rows& rows) {
   const auto hosts = hosts_of(verdict, decision.ranks);
   if (hosts.empty()) return;
   const std::string suspects = suspects_text(verdict);
-  const bool is_out =
-      decision.kind == DecisionKind::exclude || decision.kind == DecisionKind::older_checkpoint;
-  if (!is_out) {
+  if (!leaves_suspects_out(decision)) {
     add_row(rows, "check",
             "the error counters on " + joined(hosts) +
                 " now: nvidia-smi -q -d ECC; dmesg -T | grep -i xid");
@@ -875,22 +869,14 @@ void add_details(const Verdict& verdict, const Origin& origin, std::string_view 
     narrative.source = std::to_string(origin.code->line) + " |  " + origin.code->text;
   }
   for (std::size_t i = 0; i < std::min<std::size_t>(2, verdict.decision.ranks.size()); ++i) {
-    const RankCoordinates* const known = coordinates_of(verdict, verdict.decision.ranks[i]);
+    const RankCoordinates* const known = find_mentioned(verdict, verdict.decision.ranks[i]);
     if (known != nullptr && is_gpu(*known)) {
       narrative.details.emplace_back("device", known->describe());
     }
   }
   add_row(narrative.details, "here", values_here_of(origin));
-  bool is_first = true;
-  for (std::string& reason : reasons_of(origin)) {
-    narrative.details.emplace_back(is_first ? "why" : "", std::move(reason));
-    is_first = false;
-  }
-  is_first = true;
-  for (std::string& step : steps_text(origin)) {
-    narrative.details.emplace_back(is_first ? "next" : "", std::move(step));
-    is_first = false;
-  }
+  add_rows(narrative.details, "why", reasons_of(origin));
+  add_rows(narrative.details, "next", steps_text(origin));
   if (!origin.bundle.empty()) {
     add_row(narrative.details, "replay", replay_command(run_dir, origin.bundle));
   }

@@ -15,7 +15,6 @@
 namespace nanlocator::inline report_room {
 namespace {
 
-constexpr const char* kPort = "29400";  // torchrun's default
 constexpr std::size_t kMostCleanNames = 4;
 
 /// The tensor's bad values: "NaN", "Inf", "-Inf", or "NaN and Inf".
@@ -223,11 +222,7 @@ std::string machine_check_command(const JobLayout& layout) {
   if (first.world_size < 2) return "";
   const int hosts = (first.world_size + layout.ranks_per_host - 1) / layout.ranks_per_host;
   std::string command =
-      "nanlocator netcheck --nproc-per-node " + std::to_string(layout.ranks_per_host);
-  if (hosts > 1) {
-    command += " --nnodes " + std::to_string(hosts) + " --rdzv-backend c10d --rdzv-endpoint " +
-               (first.host.empty() ? "HOST" : first.host) + ":" + kPort;
-  }
+      netcheck_command(layout.ranks_per_host, hosts, first.host.empty() ? "HOST" : first.host);
   const auto add = [&](const char* option, int size) {
     if (size > 1) command += std::string(" --") + option + " " + std::to_string(size);
   };
@@ -324,9 +319,8 @@ std::string places_text(const Verdict& verdict, const std::vector<int>& ranks) {
   std::vector<std::string> places;
   for (const int rank : ranks) {
     if (places.size() == kMost) break;
-    const auto& known = verdict.layout->mentioned;
-    const auto found = std::ranges::find(known, rank, &RankCoordinates::rank);
-    places.push_back(found == known.end() ? "rank " + std::to_string(rank) : found->describe());
+    const RankCoordinates* const known = find_mentioned(verdict, rank);
+    places.push_back(known == nullptr ? "rank " + std::to_string(rank) : known->describe());
   }
   if (ranks.size() > kMost) places.push_back(counted(std::ssize(ranks) - kMost) + " more");
   return joined(places);

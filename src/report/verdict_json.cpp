@@ -176,11 +176,11 @@ nlohmann::ordered_json to_json(const Narrative& told) {
 /// The suspected ranks' machines, as far as the verdict knows them.
 void add_machines(const Verdict& verdict, nlohmann::ordered_json& decision) {
   std::set<std::string> hosts, devices;
-  for (const RankCoordinates& each :
-       verdict.layout ? verdict.layout->mentioned : std::vector<RankCoordinates>{}) {
-    if (std::ranges::count(verdict.decision.ranks, each.rank) == 0 || each.host.empty()) continue;
-    hosts.insert(each.host);
-    devices.insert(each.host + " " + each.device);
+  for (const int rank : verdict.decision.ranks) {
+    const RankCoordinates* const known = find_mentioned(verdict, rank);
+    if (known == nullptr || known->host.empty()) continue;
+    hosts.insert(known->host);
+    devices.insert(known->host + " " + known->device);
   }
   decision["hosts"] = hosts;
   decision["devices"] = devices;

@@ -140,6 +140,16 @@ std::string code_text(const CodeLine& code) {
   return text;
 }
 
+std::string netcheck_command(int ranks_per_host, int hosts, const std::string& first_host) {
+  constexpr const char* kPort = "29400";  // torchrun's default
+  std::string command = "nanlocator netcheck --nproc-per-node " + std::to_string(ranks_per_host);
+  if (hosts > 1) {
+    command += " --nnodes " + std::to_string(hosts) + " --rdzv-backend c10d --rdzv-endpoint " +
+               first_host + ":" + kPort;
+  }
+  return command;
+}
+
 std::string replay_command(const std::filesystem::path& run_dir, const std::string& bundle) {
   const auto folder =
       run_dir.empty() ? std::filesystem::path() : std::filesystem::absolute(run_dir);

@@ -46,4 +46,8 @@ namespace nanlocator::inline report_room {
 [[nodiscard]] std::string replay_command(const std::filesystem::path& run_dir,
                                          const std::string& bundle);
 
+/// "nanlocator netcheck ..." for torchrun's rendezvous on `first_host`.
+[[nodiscard]] std::string netcheck_command(int ranks_per_host, int hosts,
+                                           const std::string& first_host);
+
 }  // namespace nanlocator::inline report_room

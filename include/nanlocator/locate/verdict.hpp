@@ -175,4 +175,7 @@ struct Verdict {
   Facts facts;                     // about the whole verdict
 };
 
+/// The coordinates of a rank that the layout mentions; null for another.
+[[nodiscard]] const RankCoordinates* find_mentioned(const Verdict& verdict, int rank) noexcept;
+
 }  // namespace nanlocator::inline locate_room
