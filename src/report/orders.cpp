@@ -1,0 +1,316 @@
+#include "report/orders.hpp"
+
+#include <algorithm>
+#include <cctype>
+#include <filesystem>
+
+#include "files/printable.hpp"
+#include "files/text.hpp"
+#include "report/places.hpp"
+#include "report/words.hpp"
+
+namespace nanlocator::inline report_room {
+namespace {
+
+std::string in_capitals(std::string text) {
+  std::ranges::transform(text, text.begin(),
+                         [](unsigned char each) { return static_cast<char>(std::toupper(each)); });
+  return text;
+}
+
+std::string weights_text(const Verdict& verdict) {
+  const JobState& job = verdict.job;
+  if (job.are_weights_finite == false) return "weights bad before the step";
+  if (job.are_weights_updated == true && job.on_bad == "report") {
+    return "weights changed by the bad step";
+  }
+  if (job.are_weights_finite == true) {
+    return verdict.iteration > 1 ? "weights finite, as after " + step_text(verdict.iteration - 1)
+                                 : "weights finite, as before the first step";
+  }
+  return "whether all weights are finite is not known";
+}
+
+std::string running_text(const Verdict& verdict) {
+  const JobState& job = verdict.job;
+  const std::string policy = " (on_bad=" + job.on_bad + ")";
+  const std::string step = step_text(verdict.iteration);
+  if (verdict.status == VerdictStatus::benign) return "running; the scaler leaves this step out";
+  if (job.are_weights_updated == true) return "running; the weights have the update of " + step;
+  if (verdict.rerun.reproduced == false && job.on_bad != "skip") {
+    return "running, with the finite gradients of the re-run" + policy + "; weights good";
+  }
+  if (job.on_bad == "skip" || job.framework_skips_update) {
+    return "running, without the update of " + step + policy + "; weights good";
+  }
+  return "running" + policy;
+}
+
+bool needs_checkpoint(const Verdict& verdict) {
+  return verdict.decision.kind != DecisionKind::none_needed;
+}
+
+const CheckpointFile* checkpoint_to_load(const Verdict& verdict) {
+  if (!verdict.launch) return nullptr;
+  const auto newest = verdict.decision.newest_step;
+  for (const CheckpointFile& each : verdict.launch->checkpoints) {
+    if (!newest || each.step <= *newest) return &each;
+  }
+  return nullptr;
+}
+
+/// Checkpoints from its update on may hold the fault.
+std::string first_bad_step(const Verdict& verdict) {
+  return std::to_string(verdict.decision.newest_step.value_or(verdict.iteration - 1) + 1);
+}
+
+/// Nothing of the fault can be in a checkpoint yet.
+bool may_load_newest(const Verdict& verdict) {
+  const auto newest = verdict.decision.newest_step;
+  return course_of(verdict) == Course::stops && (!newest || *newest == verdict.iteration - 1);
+}
+
+/// Weights may have grown for many steps before an operator overflowed: finite is not good.
+bool may_be_of_large_weights(const Verdict& verdict) {
+  constexpr double kUsual = 100;
+  const Origin* const origin = deciding_origin(verdict);
+  if (origin == nullptr) return false;
+  if (origin->cause == Cause::divergence) return true;
+  const Fact* const weights = find_fact(origin->facts, FactKind::weights_magnitude);
+  return origin->cause == Cause::operator_overflow && weights != nullptr &&
+         std::ranges::any_of(weights->values,
+                             [](const auto& weight) { return weight.second > kUsual; });
+}
+
+std::string joined_path(const std::string& folder, const std::string& name) {
+  return folder.empty() ? name : (std::filesystem::path(folder) / name).string();
+}
+
+std::string check_command(const std::string& path) {
+  return "nanlocator check-checkpoint " + shell_word(path);
+}
+
+/// What to load once the job may start again.
+std::string loaded_text(const Verdict& verdict) {
+  const JobDecision& decision = verdict.decision;
+  const std::string folder = verdict.launch ? verdict.launch->checkpoint_dir : "";
+  const CheckpointFile* const file = checkpoint_to_load(verdict);
+  const std::string all =
+      folder.empty() ? check_command("FOLDER") : check_command(folder) + " --all";
+  if (decision.is_to_check) return "LOAD the newest that this finds finite: " + all;
+  if (may_be_of_large_weights(verdict)) {
+    return "LOAD one from before the weights grew, finite is not enough: " + all;
+  }
+  if (file != nullptr) {
+    const std::string path = joined_path(folder, file->name);
+    return "LOAD " + path + " (after " + step_text(file->step) + "; first: " + check_command(path) +
+           ")";
+  }
+  if (decision.newest_step && *decision.newest_step < 1) {
+    return "LOAD what this run was started from: no step of it was finished";
+  }
+  if (may_load_newest(verdict)) return "LOAD the newest: nothing bad can have been saved";
+  return "LOAD the newest from before the update of step " + first_bad_step(verdict) +
+         ", NEVER LOAD anything newer";
+}
+
+bool leaves_suspects_out(const JobDecision& decision) {
+  return decision.kind == DecisionKind::exclude || decision.kind == DecisionKind::older_checkpoint;
+}
+
+/// `nanlocator netcheck` on these hosts alone.
+std::string check_of_hosts(const std::vector<std::string>& hosts, int ranks_per_host) {
+  return netcheck_command(ranks_per_host, static_cast<int>(hosts.size()), hosts.front());
+}
+
+}  // namespace
+
+void add_row(Rows& rows, const char* label, std::string text) {
+  if (!text.empty()) rows.emplace_back(label, std::move(text));
+}
+
+std::string step_text(std::int64_t step) {
+  return "step " + std::to_string(step);
+}
+
+const Origin* deciding_origin(const Verdict& verdict) {
+  const auto index = static_cast<std::size_t>(verdict.decision.origin.value_or(0));
+  if (index < verdict.origins.size()) return &verdict.origins[index];
+  return verdict.origins.empty() ? nullptr : &verdict.origins.front();
+}
+
+std::string severity_of(const Verdict& verdict) {
+  if (verdict.status == VerdictStatus::clean || verdict.status == VerdictStatus::benign) {
+    return "INFO";
+  }
+  switch (course_of(verdict)) {
+    case Course::goes_on:
+      return "WARNING";
+    case Course::goes_on_damaged:
+      return "FATAL";
+    default:
+      return "ERROR";
+  }
+}
+
+std::string action_text_of(const Verdict& verdict) {
+  const JobDecision& decision = verdict.decision;
+  const bool is_running_damaged = course_of(verdict) == Course::goes_on_damaged;
+  const std::string kill = is_running_damaged ? "KILL IT NOW, THEN " : "";
+  switch (decision.kind) {
+    case DecisionKind::none_needed:
+      return decision.ticket == Owner::nobody ? "NO ACTION" : "LET IT RUN, FILE A TICKET";
+    case DecisionKind::restart_as_is:
+      return kill + (decision.is_traced ? "RUN ONE TRACED STEP" : "RESTART ONCE AS IT IS");
+    case DecisionKind::exclude:
+      return kill + "RESTART WITHOUT " + suspects_text(verdict);
+    case DecisionKind::skip_batch:
+      return kill + "RESTART, SKIPPING THIS BATCH";
+    case DecisionKind::older_checkpoint: {
+      if (decision.is_traced) return kill + "RUN ONE TRACED STEP";
+      const CheckpointFile* const file =
+          decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
+      return kill + "RESTART FROM " +
+             (decision.is_to_check ? "A CHECKPOINT THAT IS CHECKED FINITE"
+              : file != nullptr    ? file->name
+              : may_load_newest(verdict)
+                  ? "THE NEWEST CHECKPOINT"
+                  : "A CHECKPOINT FROM BEFORE STEP " + first_bad_step(verdict));
+    }
+    case DecisionKind::do_not_restart:
+      return (is_running_damaged ? "KILL IT NOW, PAGE THE " : "LEAVE IT DOWN, PAGE THE ") +
+             in_capitals(person_of(decision.page));
+  }
+  return "";
+}
+
+std::string restart_word_of(const Verdict& verdict) {
+  const JobDecision& decision = verdict.decision;
+  if (decision.is_traced) return "ONLY TRACED";
+  switch (decision.kind) {
+    case DecisionKind::none_needed:
+    case DecisionKind::do_not_restart:
+      return "NO";
+    case DecisionKind::restart_as_is:
+      return "ONCE";
+    default:
+      return "YES";
+  }
+}
+
+std::string hosts_text_of(const Verdict& verdict) {
+  const JobDecision& decision = verdict.decision;
+  if (decision.ranks.empty()) {
+    return decision.is_traced || decision.kind == DecisionKind::none_needed ? "as before"
+                                                                            : "none suspected";
+  }
+  return (leaves_suspects_out(decision) ? "without " : "as before, suspect ") +
+         suspects_text(verdict);
+}
+
+std::string load_of(const Verdict& verdict) {
+  if (!needs_checkpoint(verdict)) return "not needed";
+  if (verdict.decision.kind == DecisionKind::do_not_restart) return "nothing now";
+  if (verdict.decision.is_to_check) return "only one checked finite";
+  if (const CheckpointFile* const file = checkpoint_to_load(verdict)) return file->name;
+  if (may_load_newest(verdict)) return verdict.iteration <= 1 ? "as started" : "the newest";
+  const auto newest = verdict.decision.newest_step;
+  if (!newest) return "the newest";
+  return *newest < 1 ? "as started" : step_text(*newest) + " or older";
+}
+
+std::string state_of(const Verdict& verdict) {
+  const JobState& job = verdict.job;
+  std::string text;
+  switch (course_of(verdict)) {
+    case Course::unknown:
+      return "";
+    case Course::stops:
+      text = job.are_weights_updated == true
+                 ? "stopped after the update of " + step_text(verdict.iteration)
+                 : "stopped before the update of " + step_text(verdict.iteration);
+      break;
+    case Course::goes_on_damaged:
+      text = "running on bad weights (on_bad=" + job.on_bad + "): what it saves from now on is bad";
+      break;
+    case Course::goes_on:
+      text = running_text(verdict);
+      break;
+  }
+  if (course_of(verdict) != Course::goes_on) text += "; " + weights_text(verdict);
+  if (verdict.decision.kind == DecisionKind::do_not_restart) {
+    text += verdict.decision.recurrence == Recurrence::same_place
+                ? "; an earlier attempt of this run failed in the same way"
+                : "; it fails again with the same data";
+  } else if (verdict.decision.recurrence == Recurrence::same_device) {
+    text += "; the same device failed in an earlier attempt of this run";
+  }
+  return text;
+}
+
+std::string kill_of(const Verdict& verdict) {
+  if (course_of(verdict) != Course::goes_on_damaged) return "";
+  const auto& launch = verdict.launch;
+  if (launch && launch->scheduler == "slurm") {
+    return "scancel --signal=KILL --full " + launch->job_id +
+           "   (not plain scancel: it sends SIGTERM, at which the job may save)";
+  }
+  return "SIGKILL to its processes (at SIGTERM it may save)";
+}
+
+std::string checkpoint_of(const Verdict& verdict) {
+  if (!needs_checkpoint(verdict)) return "";
+  const JobDecision& decision = verdict.decision;
+  const bool is_down = decision.kind == DecisionKind::do_not_restart;
+  std::string text = (is_down ? "when it is mended, " : "") + loaded_text(verdict);
+  std::vector<std::string> newer;
+  for (const CheckpointFile& each :
+       verdict.launch ? verdict.launch->checkpoints : std::vector<CheckpointFile>{}) {
+    if (decision.newest_step && each.step > *decision.newest_step) newer.push_back(each.name);
+  }
+  if (!newer.empty() && !may_load_newest(verdict)) {
+    text += ", NEVER LOAD " + newer.back() + (newer.size() > 1 ? " or anything newer" : "");
+  }
+  return text;
+}
+
+void add_check(const Verdict& verdict, Rows& rows) {
+  const JobDecision& decision = verdict.decision;
+  if (decision.ranks.empty() || !verdict.layout) return;
+  const auto hosts = hosts_of(verdict, decision.ranks);
+  if (hosts.empty()) return;
+  const std::string suspects = suspects_text(verdict);
+  if (!leaves_suspects_out(decision)) {
+    add_row(rows, "check",
+            "the error counters on " + joined(hosts) +
+                " now: nvidia-smi -q -d ECC; dmesg -T | grep -i xid");
+    add_row(rows, "if errors", "restart without " + suspects);
+    add_row(rows, "if AGAIN",
+            "on " + suspects +
+                ": it stays out; on other hosts: page the model "
+                "author");
+    return;
+  }
+  add_row(rows, "check",
+          check_of_hosts(hosts, verdict.layout->ranks_per_host) + "   (on " + joined(hosts) +
+              (hosts.size() > 1 ? ", started on each" : "") +
+              ", out of the job; the restart does not wait for it)");
+  add_row(rows, "if FAIL", "what it names stays out until it is repaired");
+  add_row(rows, "if PASS",
+          suspects +
+              " may come back; a second event there takes it out; the same "
+              "elsewhere: the code or a shared link");
+}
+
+void add_trace(const Verdict& verdict, Rows& rows) {
+  if (!verdict.decision.is_traced) return;
+  const CheckpointFile* const file = checkpoint_to_load(verdict);
+  add_row(rows, "trace",
+          "NANLOCATOR_LEVEL=operators in the job's environment, from " +
+              (file == nullptr ? std::string("the checkpoint") : file->name) + " to " +
+              step_text(verdict.iteration) +
+              "; it is slow, stops there, and its block names the line");
+  add_row(rows, "if finite", "take the variable out and go on: it happened once");
+}
+
+}  // namespace nanlocator::inline report_room

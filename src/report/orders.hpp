@@ -1,0 +1,41 @@
+// What the block orders, and the state from which it follows: the action, the line of five, the
+// checkpoint, the check of a machine.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "nanlocator/locate/verdict.hpp"
+
+namespace nanlocator::inline report_room {
+
+/// Label and text; further lines of one label have "".
+using Rows = std::vector<std::pair<std::string, std::string>>;
+/// Adds nothing without a text.
+void add_row(Rows& rows, const char* label, std::string text);
+
+/// "step 1284".
+[[nodiscard]] std::string step_text(std::int64_t step);
+/// The origin from which the decision follows; null without one.
+[[nodiscard]] const Origin* deciding_origin(const Verdict& verdict);
+
+// The first line and the line of five (narrative.hpp).
+[[nodiscard]] std::string severity_of(const Verdict& verdict);
+[[nodiscard]] std::string action_text_of(const Verdict& verdict);
+[[nodiscard]] std::string restart_word_of(const Verdict& verdict);
+[[nodiscard]] std::string hosts_text_of(const Verdict& verdict);
+[[nodiscard]] std::string load_of(const Verdict& verdict);
+
+/// Stopped or running, the weights, whether it fails again.
+[[nodiscard]] std::string state_of(const Verdict& verdict);
+/// How to end a job that trains on bad weights; "" for any other.
+[[nodiscard]] std::string kill_of(const Verdict& verdict);
+[[nodiscard]] std::string checkpoint_of(const Verdict& verdict);
+/// How to run the step traced, for a decision that asks for it.
+void add_trace(const Verdict& verdict, Rows& rows);
+/// What tells a machine from code, and what its outcomes mean.
+void add_check(const Verdict& verdict, Rows& rows);
+
+}  // namespace nanlocator::inline report_room
