@@ -160,8 +160,7 @@ ELSEWHERE = {
     "src/step/run_directory.cpp": ["level"],
     # Advice, examples.
     "src/report/cause_text.cpp": ["check_params"],
-    "src/report/narrative.cpp": ["level"],
-    "src/report/phrasebook.txt": ["check_params", "level"],
+    "src/report/orders.cpp": ["level"],
     "src/recorder/step_recorder.cpp": ["recorded_bytes"],
     "integrations/nanlocator/__main__.py": ["on_bad"],
     "integrations/nanlocator/megatron/launcher.py": ["on_bad", "output_dir"],
