@@ -159,44 +159,6 @@ void Findings::add_missing_evidence(Origin& origin, const Places& places, Phase 
       {.kind = FactKind::no_whole_answer, .ranks = sorted(blind), .phase = phase});
 }
 
-Origin Findings::make_origin(Phase phase, Cause cause, Confidence confidence,
-                             const std::vector<int>& candidates) const {
-  return nanlocator::make_origin(incident_, phase, cause, confidence, candidates);
-}
-
-bool Findings::is_full(Phase phase) {
-  auto& count = origins_per_phase_[phase];
-  if (count < kMostOriginsPerPhase) return false;
-  ++count;
-  return true;
-}
-
-void Findings::add_origin(Origin origin, FoundIn found_in) {
-  FoundOrigin found;
-  found.origin = std::move(origin);
-  found.found_in = found_in;
-  add_found(std::move(found));
-}
-
-void Findings::add_found(FoundOrigin found) {
-  auto& count = origins_per_phase_[found.origin.phase];
-  if (++count <= kMostOriginsPerPhase) found_.push_back(std::move(found));
-}
-
-void Findings::add_boundary_origins(BoundaryOrigins boundary) {
-  for (FoundOrigin& found : boundary.origins) add_found(std::move(found));
-  badly_reduced_ = std::move(boundary.badly_reduced);
-  replicas_with_boundary_origin_ = std::move(boundary.replicas);
-  for (Fact& fact : boundary.facts) add_fact(std::move(fact));
-}
-
-bool Findings::is_explained_by_crossings(int rank) const {
-  const Place* place = incident_.place_of(rank);
-  if (place == nullptr) return false;
-  return (is_blind(*place, Phase::grad_local) || crossings_.has_bad_activations(rank)) &&
-         replicas_with_boundary_origin_.contains(incident_.replica_of(*place));
-}
-
 std::vector<int> sorted(const std::set<int>& ranks) {
   return {ranks.begin(), ranks.end()};
 }

@@ -1,5 +1,4 @@
-// State shared by the rules: the incident by parameter and by place, and the origins found so far.
-// Each *_rules file reads the former and adds to the latter.
+// The incident by parameter, by place and by what crossed.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "locate/boundary_origins.hpp"
 #include "locate/crossings.hpp"
 #include "locate/evidence.hpp"
 #include "locate/found_origin.hpp"
@@ -38,11 +36,6 @@ using Places = std::vector<const Place*>;
 /// The ledgers must outlive it.
 class Findings {
  public:
-  /// Limits for human readers: one fault can produce thousands of entries. A note counts those left
-  /// out.
-  static constexpr std::size_t kMostOriginsPerPhase = 64;
-  static constexpr std::size_t kMostIsolatedPerRank = 16;
-
   /// Throws like Incident.
   Findings(std::span<const Ledger> ledgers, int world_size);
   Findings(const Findings&) = delete;  // its members point into each other
@@ -91,42 +84,12 @@ class Findings {
   [[nodiscard]] static bool have_same_elements(const RankEvidence& rank, const RankEvidence& other,
                                                std::string_view name);
 
-  // ---- origins ----
-
-  [[nodiscard]] std::vector<FoundOrigin>& found() noexcept { return found_; }
-  [[nodiscard]] Origin make_origin(Phase phase, Cause cause, Confidence confidence,
-                                   const std::vector<int>& candidates) const;
-  /// Counts the origin, and keeps it unless its phase has as many as a verdict lists.
-  void add_origin(Origin origin, FoundIn found_in = FoundIn::other);
-  /// True if the phase has as many origins as a verdict lists; then also counts one more.
-  [[nodiscard]] bool is_full(Phase phase);
-  [[nodiscard]] const std::map<Phase, std::size_t>& origins_per_phase() const noexcept {
-    return origins_per_phase_;
-  }
-  /// Takes the origins found in crossings. Call it before the rules of gradients, which use them.
-  void add_boundary_origins(BoundaryOrigins boundary);
-  /// True if a bad gradient on `rank` came from earlier crossings or was computed from them.
-  /// Assumed for a rank that did not answer if its replica has an origin.
-  [[nodiscard]] bool is_explained_by_crossings(int rank) const;
-  /// True if the rank received a bad result from a reduction of finite gradients.
-  [[nodiscard]] bool has_bad_reduction(int rank) const { return badly_reduced_.contains(rank); }
-
-  /// Adds a fact about the whole verdict.
-  void add_fact(Fact fact) { facts_.push_back(std::move(fact)); }
-  [[nodiscard]] const Facts& facts() const noexcept { return facts_; }
-  /// Notes that the rank has more isolated bad gradients than are listed.
-  void note_more_isolated(int rank) { ranks_with_more_isolated_.insert(rank); }
-  [[nodiscard]] const std::set<int>& ranks_with_more_isolated() const noexcept {
-    return ranks_with_more_isolated_;
-  }
-
  private:
   /// Backward order over stages: (−stage, position) of the lowest rank that holds the parameter.
   using Order = std::pair<std::int64_t, std::size_t>;
 
   void remember_order(const RankEvidence& rank, const BadParameter& bad);
   void remember_bad_weights(const Place& place);
-  void add_found(FoundOrigin found);
 
   Incident incident_;
   Crossings crossings_;
@@ -134,13 +97,7 @@ class Findings {
   std::map<std::pair<int, int>, Places> groups_;
   std::map<Phase, BadByKey> bad_;
   std::map<std::string, Order, std::less<>> order_;
-  std::vector<FoundOrigin> found_;
-  std::map<Phase, std::size_t> origins_per_phase_;
   std::set<int> replicas_with_bad_weights_;
-  std::set<int> replicas_with_boundary_origin_;
-  std::set<int> badly_reduced_;
-  std::set<int> ranks_with_more_isolated_;
-  Facts facts_;
 };
 
 /// Sorted by rank, each once.

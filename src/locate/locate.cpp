@@ -9,20 +9,13 @@
 #include <utility>
 
 #include "locate/bad_weights.hpp"
-#include "locate/birth_origins.hpp"
-#include "locate/boundary_origins.hpp"
 #include "locate/collective_results.hpp"
 #include "locate/divergence.hpp"
-#include "locate/engine.hpp"
 #include "locate/events/events.hpp"
 #include "locate/findings.hpp"
-#include "locate/gradient_rules.hpp"
 #include "locate/job_state.hpp"
-#include "locate/merge_births.hpp"
 #include "locate/races.hpp"
-#include "locate/reduction_rules.hpp"
 #include "locate/rerun_facts.hpp"
-#include "locate/step_rules.hpp"
 #include "nanlocator/locate/cause_table.hpp"
 
 namespace nanlocator::inline locate_room {
@@ -38,8 +31,7 @@ constexpr std::array kParameterPhases = {Phase::params_before, Phase::grad_local
 
 class Locator {
  public:
-  Locator(Engine engine, std::span<const Ledger> ledgers, int world_size)
-      : engine_(engine), findings_(ledgers, world_size) {}
+  Locator(std::span<const Ledger> ledgers, int world_size) : findings_(ledgers, world_size) {}
 
   Verdict run() {
     const Incident& incident = findings_.incident();
@@ -49,7 +41,7 @@ class Locator {
       verdict_.iteration = first.iteration;
     }
     verdict_.rerun = rerun_of(incident);
-    engine_ == Engine::rules ? find_by_rules() : find_by_events();
+    find_by_events();
     judge_divergence(incident, verdict_.origins);
     judge_bad_weights(findings_, verdict_.origins);
     compare_collective_results(incident, verdict_.origins);
@@ -63,35 +55,11 @@ class Locator {
   }
 
  private:
-  void find_by_rules() {
-    const Incident& incident = findings_.incident();
-    judge_weights(findings_);
-    findings_.add_boundary_origins(find_boundary_origins(incident, findings_.crossings()));
-    judge_local_gradients(findings_);
-    judge_reduced_gradients(findings_);
-    judge_norm_gradients(findings_);
-    // A bad weight explains everything that its own replica computed in the step.
-    if (findings_.bad(Phase::params_before).empty()) {
-      judge_updated_parameters(findings_);
-      judge_norm_value(findings_);
-      judge_losses(findings_);
-    }
-    merge_with_births();
-  }
-
   void find_by_events() {
     if (findings_.incident().ranks().empty()) return;
     auto found = events::origins_of_events(findings_, verdict_.rerun);
     verdict_.origins = std::move(found.origins);
     verdict_.facts = std::move(found.facts);
-    limit_origins();
-  }
-
-  void merge_with_births() {
-    const Incident& incident = findings_.incident();
-    const bool has_crossings = !findings_.crossings().events().empty();
-    verdict_.origins = merge_births(incident, std::move(findings_.found()),
-                                    origins_of_births(incident, has_crossings), verdict_.rerun);
     limit_origins();
   }
 
@@ -137,24 +105,11 @@ class Locator {
   }
 
   void add_status_and_notes() {
-    verdict_.facts.insert(verdict_.facts.begin(), findings_.facts().begin(),
-                          findings_.facts().end());
     verdict_.silent_ranks = findings_.incident().silent();
     if (!findings_.incident().silent().empty() || findings_.incident().has_cut_off_ledgers()) {
       verdict_.status = VerdictStatus::partial;
     } else {
       verdict_.status = status_of_complete_evidence();
-    }
-    for (const auto& [phase, count] : findings_.origins_per_phase()) {
-      if (count <= Findings::kMostOriginsPerPhase) continue;
-      add_fact({.kind = FactKind::origins_not_listed,
-                .phase = phase,
-                .count = static_cast<std::int64_t>(count - Findings::kMostOriginsPerPhase)});
-    }
-    if (!findings_.ranks_with_more_isolated().empty()) {
-      add_fact({.kind = FactKind::isolated_not_listed,
-                .ranks = sorted(findings_.ranks_with_more_isolated()),
-                .count = static_cast<std::int64_t>(Findings::kMostIsolatedPerRank)});
     }
     std::set<int> cut_off;
     std::map<std::string, std::set<int>> ranks_by_note;
@@ -207,7 +162,6 @@ class Locator {
 
   void add_fact(Fact fact) { verdict_.facts.push_back(std::move(fact)); }
 
-  Engine engine_;
   Findings findings_;
   Verdict verdict_;
 };
@@ -215,11 +169,7 @@ class Locator {
 }  // namespace
 
 Verdict locate(std::span<const Ledger> ledgers, int world_size) {
-  return locate_by(Engine::rules, ledgers, world_size);
-}
-
-Verdict locate_by(Engine engine, std::span<const Ledger> ledgers, int world_size) {
-  return Locator(engine, ledgers, world_size).run();
+  return Locator(ledgers, world_size).run();
 }
 
 }  // namespace nanlocator::inline locate_room

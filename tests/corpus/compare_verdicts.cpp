@@ -1,6 +1,6 @@
 // Locates stored ledgers and writes the verdicts as facts, which tools/corpus compares.
 //
-//   xzcat tests/corpus/cases/locate/*.xz | nanlocator_corpus [--engine events]
+//   xzcat tests/corpus/cases/locate/*.xz | nanlocator_corpus
 //
 // In: {"case": id, "ranks": n, ...} on a line, then the ledgers of that case, as in a ledger file.
 // Out: {"case": id, "facts": {...}} or {"case": id, "error": text}, one line per case, in the same
@@ -8,11 +8,10 @@
 #include <exception>
 #include <iostream>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "corpus/verdict_facts.hpp"
-#include "locate/engine.hpp"
+#include "nanlocator/locate/locate.hpp"
 #include "nanlocator/record/ledger.hpp"
 
 namespace {
@@ -35,10 +34,10 @@ std::vector<nanlocator::Ledger> ledgers_of(const Case& each) {
   return ledgers;
 }
 
-void judge(nanlocator::Engine engine, const Case& each) {
+void judge(const Case& each) {
   ordered_json line = {{"case", each.id}};
   try {
-    line["facts"] = nanlocator::corpus::facts_of(locate_by(engine, ledgers_of(each), each.ranks));
+    line["facts"] = nanlocator::corpus::facts_of(locate(ledgers_of(each), each.ranks));
   } catch (const std::exception& error) {
     line["error"] = error.what();
   }
@@ -52,22 +51,18 @@ Case case_from(const std::string& header) {
 
 }  // namespace
 
-int main(int count, char** arguments) try {
-  const std::vector<std::string_view> words(arguments + 1, arguments + count);
-  using nanlocator::Engine;
-  const Engine engine =
-      words == std::vector<std::string_view>{"--engine", "events"} ? Engine::events : Engine::rules;
+int main() try {
   std::ios::sync_with_stdio(false);
   Case current;
   for (std::string line; std::getline(std::cin, line);) {
     if (line.starts_with(R"({"case":)")) {
-      if (!current.id.empty()) judge(engine, current);
+      if (!current.id.empty()) judge(current);
       current = case_from(line);
     } else {
       current.ledgers += line + '\n';
     }
   }
-  if (!current.id.empty()) judge(engine, current);
+  if (!current.id.empty()) judge(current);
   return std::cout.flush() ? 0 : 2;
 } catch (const std::exception& error) {
   std::cerr << "nanlocator_corpus: " << error.what() << '\n';

@@ -15,9 +15,6 @@ from typing import Any
 
 from storage import Case, Corpus, Facts
 
-#: What an origin accuses.
-PLACE = ("candidates", "phase", "module", "operator", "parameter", "cause")
-
 
 @dataclasses.dataclass(frozen=True)
 class Change:
@@ -47,9 +44,9 @@ class Comparison:
     differences: list[Difference]
 
 
-def judge_text(program: Path, text: str, engine: str = "rules") -> dict[str, dict[str, Any]]:
+def judge_text(program: Path, text: str) -> dict[str, dict[str, Any]]:
     """By case: {"facts": ...}, or {"error": text}."""
-    done = subprocess.run([program, "--engine", engine], input=text.encode(), capture_output=True)
+    done = subprocess.run([program], input=text.encode(), capture_output=True)
     if done.returncode != 0:
         raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr.decode()[-2000:]}")
     records = (json.loads(each) for each in done.stdout.splitlines())
@@ -60,20 +57,12 @@ def judge(program: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
     return judge_text(program, "".join(case.text for case in cases))
 
 
-def places_of(facts: Facts) -> Facts:
-    """The origins alone, and of each only what it accuses."""
-    return {"origins": [{key: origin.get(key) for key in PLACE} for origin in facts["origins"]]}
-
-
-def compare(
-    corpus: Corpus, program: Path, show_progress: Callable[[int, int], None], engine: str = "rules"
-) -> Comparison:
-    """Compares the stored facts with today's; files of cases are judged in parallel. Of another engine than
-    `rules` only what places_of keeps, whatever the order of the origins."""
+def compare(corpus: Corpus, program: Path, show_progress: Callable[[int, int], None]) -> Comparison:
+    """Compares the stored facts with today's; files of cases are judged in parallel."""
     sources = corpus.sources()
     found: list[tuple[int, list[Difference]]] = []
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        tasks = [pool.submit(_compare_source, corpus, program, source, engine) for source in sources]
+        tasks = [pool.submit(_compare_source, corpus, program, source) for source in sources]
         for task in concurrent.futures.as_completed(tasks):
             found.append(task.result())
             show_progress(len(found), len(sources))
@@ -84,15 +73,8 @@ def compare(
     )
 
 
-def _compare_source(corpus: Corpus, program: Path, source: str, engine: str) -> tuple[int, list[Difference]]:
-    stored, now = corpus.facts(source), judge_text(program, corpus.text(source), engine)
-    if engine != "rules":
-        for record in [*stored.values(), *now.values()]:
-            if "facts" in record:
-                record["facts"] = places_of(record["facts"])
-        for name in stored.keys() & now.keys():
-            if "facts" in now[name]:
-                _pair(stored[name]["facts"]["origins"], now[name]["facts"]["origins"])
+def _compare_source(corpus: Corpus, program: Path, source: str) -> tuple[int, list[Difference]]:
+    stored, now = corpus.facts(source), judge_text(program, corpus.text(source))
     tests = None
     differences = []
     for name in stored.keys() | now.keys():
@@ -105,18 +87,6 @@ def _compare_source(corpus: Corpus, program: Path, source: str, engine: str) -> 
         changes = list(_changes(was, judged))
         differences.append(Difference(name, source, test, ranks, changes, (judged or {}).get("facts")))
     return len(stored.keys() | now.keys()), differences
-
-
-def _pair(was: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
-    """Orders `now` like `was`, the most similar origins beside each other."""
-    left, paired = list(now), []
-    for origin in was:
-        if not left:
-            break
-        best = max(left, key=lambda each: sum(each[key] == origin[key] for key in PLACE))
-        left.remove(best)
-        paired.append(best)
-    now[:] = paired + left
 
 
 def _changes(was: dict[str, Any] | None, judged: dict[str, Any] | None) -> Iterator[Change]:

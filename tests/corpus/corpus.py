@@ -10,7 +10,6 @@ examples:
   tools/corpus --json                       the same for programs
   tools/corpus show 3f2a9c01e2              one case: its ledgers in short, and its facts
   tools/corpus show 3f2a9c01e2 --ledgers    its ledgers, as in a run's file, for nanlocator report
-  tools/corpus --engine events              where src/locate/events accuses otherwise than locate()
   tools/corpus --accept                     the differences are right: writes them into tests/corpus/facts
   tools/corpus --accept 3f2a9c01e2          the same for these cases only
   tools/corpus --collect                    runs both suites, stores cases that show something new
@@ -85,12 +84,7 @@ def parse(words: list[str], for_pytest: list[str]) -> argparse.Namespace:
         help="nanlocator_corpus of another build (default: build/release, built first)",
     )
     parser.add_argument("--folder", type=Path, default=CORPUS, help="default: tests/corpus")
-    parser.add_argument(
-        "--engine", choices=["rules", "events"], default="rules", help="default: rules, those of locate()"
-    )
     arguments = parser.parse_args(words)
-    if arguments.engine != "rules" and (arguments.accept is not None or arguments.collect is not None):
-        parser.error("only the facts by rules are stored: --engine neither accepts nor collects")
     if arguments.collect is not None and arguments.accept is not None:
         parser.error("--collect adds cases; --accept changes the facts of those that are there")
     if for_pytest and "pytest" not in (arguments.collect or []):
@@ -116,10 +110,8 @@ def built(program: Path | None) -> Path:
 
 def compare_all(corpus: Corpus, arguments: argparse.Namespace) -> int:
     program, started = built(arguments.program), time.monotonic()
-    comparison = compare(corpus, program, show_progress, arguments.engine)
+    comparison = compare(corpus, program, show_progress)
     seconds = time.monotonic() - started
-    if arguments.engine != "rules":
-        comparison = without_signed(corpus, comparison)
     if arguments.accept is not None:
         return accept(corpus, comparison, arguments.accept)
     if arguments.json:
@@ -130,16 +122,6 @@ def compare_all(corpus: Corpus, arguments: argparse.Namespace) -> int:
         verdict = f"{len(comparison.differences)} differ" if comparison.differences else "all as stored"
         print(f"{comparison.cases} verdicts compared in {seconds:.1f} s: {verdict}")
     return 1 if comparison.differences else 0
-
-
-def without_signed(corpus: Corpus, comparison: Comparison) -> Comparison:
-    """Leaves out the differences that signed_by_events.txt explains."""
-    file = corpus.folder / "signed_by_events.txt"
-    lines = file.read_text().splitlines() if file.exists() else []
-    signed = {line.split()[0] for line in lines if line and not line.startswith("#")}
-    unsigned = [each for each in comparison.differences if each.case not in signed]
-    print(f"{len(comparison.differences) - len(unsigned)} signed differences left out", file=sys.stderr)
-    return dataclasses.replace(comparison, differences=unsigned)
 
 
 def show_progress(done: int, of: int) -> None:

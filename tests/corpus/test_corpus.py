@@ -118,30 +118,6 @@ def test_what_is_accepted_is_as_stored_from_then_on(corpus):
     assert corpus.facts(SOURCE) == stored
 
 
-def test_another_engine_is_compared_by_what_it_accuses_alone(corpus):
-    plant(corpus, owner="data")
-    assert run(corpus, "--engine", "events").returncode == 0
-    before = plant(corpus, cause="bad_input")
-    done = run(corpus, "--engine", "events")
-    assert done.returncode == 1
-    cause = before["facts"]["origins"][0]["cause"]
-    assert re.search(rf"origins\[0\]\.cause +bad_input +{cause}\n", done.stdout)
-    assert "owner" not in done.stdout
-
-
-def test_a_signed_difference_of_another_engine_is_left_out(corpus):
-    before = plant(corpus, cause="bad_input")
-    (corpus.folder / "signed_by_events.txt").write_text(f"# why\n{before['case']} rules  a reason\n")
-    done = run(corpus, "--engine", "events")
-    assert done.returncode == 0, done.stdout
-    assert done.stderr == "1 signed differences left out\n"
-    assert run(corpus).returncode == 1
-
-
-def test_what_only_the_rules_store_is_not_accepted_from_another_engine(corpus):
-    assert run(corpus, "--engine", "events", "--accept").returncode == 2
-
-
 def test_a_case_is_shown_with_its_ledgers_and_facts(corpus):
     record = next(record for record in corpus.facts(SOURCE).values() if record["facts"]["origins"])
     done = subprocess.run(

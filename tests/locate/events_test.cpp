@@ -1,5 +1,4 @@
-// What the engine of src/locate/events tells beyond the tests of locate(), which also run on it
-// (nanlocator_events_tests).
+// Verdicts that the edges between events decide: docs/adr/0009-events.md.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -8,7 +7,6 @@
 #include <vector>
 
 #include "locate/crossing_simulator/pass.hpp"
-#include "locate/engine.hpp"
 #include "locate/text_of_verdict.hpp"
 #include "locate/training_simulator.hpp"
 
@@ -19,10 +17,6 @@ using simulator::Layout;
 using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::Not;
-
-Verdict locate_by_events(const std::vector<Ledger>& ledgers, const Layout& layout) {
-  return locate_by(Engine::events, ledgers, layout.world());
-}
 
 /// On one rank, in one microbatch: layer 0 fails once, layer 1 in the re-run, too.
 std::vector<Ledger> ledgers_of_two_faults(const Layout& layout) {
@@ -37,7 +31,7 @@ std::vector<Ledger> ledgers_of_two_faults(const Layout& layout) {
 
 TEST(Events, ABirthBehindWhatItsRankHadSentBadDoesNotExplainIt) {
   const Layout layout{.tp = 2, .pp = 1, .dp = 2};
-  const Verdict verdict = locate_by_events(ledgers_of_two_faults(layout), layout);
+  const Verdict verdict = locate(ledgers_of_two_faults(layout), layout.world());
   ASSERT_EQ(verdict.origins.size(), 2u) << text_of(verdict);
   EXPECT_EQ(verdict.origins[0].cause, Cause::operator_undefined);
   EXPECT_EQ(verdict.origins[1].cause, Cause::not_reproduced);
@@ -51,7 +45,7 @@ TEST(Events, ABirthOfUnknownPositionExplainsWhatItsRankSent) {
   for (Ledger& ledger : ledgers) {
     for (Birth& birth : ledger.births) birth.sighting.position.reset();
   }
-  const Verdict verdict = locate_by_events(ledgers, layout);
+  const Verdict verdict = locate(ledgers, layout.world());
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_EQ(verdict.origins[0].cause, Cause::operator_undefined);
 }
@@ -66,7 +60,7 @@ TEST(Events, ABirthInOneReplicaDoesNotExplainTheSameParametersGradientInAnother)
   const std::string parameter = gradient_of(layout, gradient);
   ledgers[0].births.at(0).reached = {{ReachedKind::parameter, parameter}};
   ledgers[1].births.clear();  // the trace did not see who wrote it
-  const Verdict verdict = locate_by_events(ledgers, layout);
+  const Verdict verdict = locate(ledgers, layout.world());
   ASSERT_EQ(verdict.origins.size(), 2u) << text_of(verdict);
   EXPECT_THAT(verdict.origins[0].candidates, ElementsAre(0));
   EXPECT_THAT(verdict.origins[1].candidates, ElementsAre(1));
@@ -83,7 +77,7 @@ TEST(Events, SilentRanksBesideAFiniteOneReceivedNothingBadFromTheStageAbove) {
   std::erase_if(ledgers, [&](const Ledger& each) {
     return each.coordinates.rank == guilty || each.coordinates.rank == receiver;
   });
-  const Verdict verdict = locate_by_events(ledgers, layout);
+  const Verdict verdict = locate(ledgers, layout.world());
   ASSERT_EQ(verdict.origins.size(), 1u) << text_of(verdict);
   EXPECT_THAT(verdict.origins[0].candidates, Contains(guilty));
   for (const int tp : {0, 1}) {

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "locate/crossing_simulator/pass.hpp"
-#include "locate/engine.hpp"
+#include "nanlocator/locate/locate.hpp"
 #include "nanlocator/report/terminal.hpp"
 #include "nanlocator/report/verdict_json.hpp"
 
@@ -87,7 +87,7 @@ Reading read_ledgers(const Layout& layout, bool is_everywhere) {
   return reading;
 }
 
-void measure(nanlocator::Engine engine, int world, bool is_everywhere) {
+void measure(int world, bool is_everywhere) {
   const Layout layout = layout_of(world);
   const Reading reading = read_ledgers(layout, is_everywhere);
   std::size_t sightings = 0;
@@ -99,7 +99,7 @@ void measure(nanlocator::Engine engine, int world, bool is_everywhere) {
   nanlocator::Verdict verdict;
   for (int round = 0; round < kRounds; ++round) {
     const double start = cpu_seconds();
-    verdict = locate_by(engine, reading.ledgers, world);
+    verdict = locate(reading.ledgers, world);
     seconds.push_back(cpu_seconds() - start);
   }
   const double peak = memory("VmHWM:");
@@ -114,11 +114,11 @@ void measure(nanlocator::Engine engine, int world, bool is_everywhere) {
 }
 
 /// True if the process succeeded.
-bool measure_in_own_process(nanlocator::Engine engine, int world, bool is_everywhere) {
+bool measure_in_own_process(int world, bool is_everywhere) {
   std::fflush(stdout);
   const pid_t child = fork();
   if (child == 0) {
-    measure(engine, world, is_everywhere);
+    measure(world, is_everywhere);
     std::fflush(stdout);
     _exit(0);
   }
@@ -131,20 +131,13 @@ bool measure_in_own_process(nanlocator::Engine engine, int world, bool is_everyw
 
 int main(int count, char** arguments) {
   std::vector<int> sizes;
-  auto engine = nanlocator::Engine::rules;
   for (int i = 1; i < count; ++i) {
-    if (std::string(arguments[i]) == "--events") {
-      engine = nanlocator::Engine::events;
-      continue;
-    }
     const int world = std::atoi(arguments[i]);
     if (world < 128 || world % 128 != 0) {
       const bool is_help = std::string(arguments[i]) == "--help";
-      std::fprintf(
-          is_help ? stdout : stderr,
-          "tools/bench locate [--events] [RANKS ...]   multiples of 128; 1024 to 16384 by default\n"
-          "--events: origins by src/locate/events\n"
-          "example: tools/bench locate 1024 16384\n");
+      std::fprintf(is_help ? stdout : stderr,
+                   "tools/bench locate [RANKS ...]   multiples of 128; 1024 to 16384 by default\n"
+                   "example: tools/bench locate 1024 16384\n");
       return is_help ? 0 : 2;
     }
     sizes.push_back(world);
@@ -157,7 +150,7 @@ int main(int count, char** arguments) {
       "|---|---|---|---|---|---|---|---|---|---|---|---|\n");
   bool is_well = true;
   for (const bool is_everywhere : {false, true}) {
-    for (const int world : sizes) is_well &= measure_in_own_process(engine, world, is_everywhere);
+    for (const int world : sizes) is_well &= measure_in_own_process(world, is_everywhere);
   }
   return is_well ? 0 : 1;
 }

@@ -4,8 +4,6 @@
 #include <map>
 #include <utility>
 
-#include "locate/backward_flow.hpp"
-
 namespace nanlocator::inline locate_room::events {
 namespace {
 
@@ -315,6 +313,18 @@ Lane make_lane(const Incident& incident, std::span<const Place* const> places, P
 
 std::optional<Flow> find_flow(Lane& lane) {
   return FlowFinder(lane).find();
+}
+
+std::string_view layer_of(std::string_view parameter) {
+  for (std::size_t begin = 0; begin < parameter.size();) {
+    const std::size_t end = std::min(parameter.find('.', begin), parameter.size());
+    const std::string_view part = parameter.substr(begin, end - begin);
+    const bool is_number =
+        !part.empty() && part.find_first_not_of("0123456789") == std::string_view::npos;
+    if (is_number && end < parameter.size()) return parameter.substr(0, end);
+    begin = end + 1;
+  }
+  return {};
 }
 
 }  // namespace nanlocator::inline locate_room::events

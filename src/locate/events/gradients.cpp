@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "locate/backward_flow.hpp"
 #include "locate/events/backward.hpp"
 #include "locate/events/events.hpp"
 #include "locate/origin_facts.hpp"

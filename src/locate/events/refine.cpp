@@ -115,7 +115,7 @@ class Refinement {
                              have_common(born.candidates, source.origin.candidates);
       if (!may_be_it) continue;
       for (const int rank : source.origin.candidates) {
-        if (is_after(each, rank, source)) return true;
+        if (is_after(each, rank, source).value_or(true)) return true;
         makers.insert(rank);
       }
     }
@@ -133,11 +133,12 @@ class Refinement {
            have_common(born.candidates, weight.candidates);
   }
 
-  /// True if the rank issued a crossing between the source and the birth; false if unknown.
-  static bool is_after(const Born& birth, int rank, const Source& source) {
+  /// Whether the rank issued a crossing between the source and the birth, where both positions are
+  /// known.
+  static std::optional<bool> is_after(const Born& birth, int rank, const Source& source) {
     const auto position = birth.positions.find(rank);
-    return source.position && position != birth.positions.end() &&
-           position->second > *source.position;
+    if (!source.position || position == birth.positions.end()) return std::nullopt;
+    return position->second > *source.position;
   }
 
   // ---- from a birth to a source ----
@@ -157,7 +158,8 @@ class Refinement {
     if (!is_in_time && !(is_of_weight && *source.since == Part::forward)) return false;
     if (is_computed(source)) {
       return std::ranges::any_of(born.candidates, [&](int rank) {
-        return std::ranges::count(seen.candidates, rank) > 0 && !is_after(each, rank, source);
+        return std::ranges::count(seen.candidates, rank) > 0 &&
+               !is_after(each, rank, source).value_or(false);
       });
     }
     if (have_common(born.candidates, seen.candidates)) return true;
