@@ -60,6 +60,7 @@ void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
           "offsets"_a = std::vector<std::int64_t>())
       .def("scan_gradients", without_gil<&StepDriver::scan_gradients>())
       .def("forget_gradients", &StepDriver::forget_gradients)
+      .def("note_left_gradients", &StepDriver::note_left_gradients)
       .def(
           "set_gradient_norm",
           [](StepDriver& d, double norm) {

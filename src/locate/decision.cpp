@@ -102,6 +102,8 @@ Proposal proposal_for(const Origin& origin) {
       return {DecisionKind::skip_batch, Owner::data};
     case Cause::loss_scale:
       return {DecisionKind::none_needed, Owner::nobody};
+    case Cause::left_gradients:
+      return {DecisionKind::restart_as_is, Owner::model_author};
     case Cause::divergence:
       return {DecisionKind::do_not_restart, Owner::model_author};
     case Cause::operator_overflow:
@@ -247,6 +249,7 @@ bool is_of_weight(FactKind kind) {
     case FactKind::message_changed:
     case FactKind::collective_changed:
     case FactKind::climbed:
+    case FactKind::gradients_left:
     case FactKind::missing_operator:
       return true;
     default:

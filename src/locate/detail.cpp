@@ -57,6 +57,17 @@ Detail of_inverse_function(const Birth& birth, bool (*is_inside)(double)) {
   return self && !is_inside(*self) ? Detail::outside_domain : Detail::none;
 }
 
+/// True if each deviation is of no more elements than its correction, 1 unless it was recorded.
+bool is_of_too_few(const Birth& birth) {
+  const auto self = std::ranges::find(birth.operands, "self", &Operand::name);
+  if (self == birth.operands.end()) return false;
+  const double correction = operand(birth, "correction").value_or(1);
+  double elements = 1;
+  for (const std::int64_t size : self->shape) elements *= static_cast<double>(size);
+  for (const std::int64_t size : birth.sighting.shape) elements /= static_cast<double>(size);
+  return elements <= correction;
+}
+
 bool is_empty(const Operand& operand) {
   return std::ranges::find(operand.shape, 0) != operand.shape.end();
 }
@@ -84,6 +95,9 @@ Detail of_operator(const Birth& birth) {
   if (name == "acosh") return of_inverse_function(birth, [](double x) { return x >= 1; });
   if (name == "_softmax" || name == "softmax" || name == "_log_softmax" || name == "log_softmax") {
     return birth.kind == BirthKind::nan_from_inf ? Detail::masked_row : Detail::none;
+  }
+  if (name == "std" || name == "var" || name == "std_mean" || name == "var_mean") {
+    return is_of_too_few(birth) ? Detail::too_few_elements : Detail::none;
   }
   if (name == "mean" && !birth.operands.empty() && is_empty(birth.operands.front())) {
     return Detail::mean_of_nothing;
@@ -116,6 +130,10 @@ Detail detail_of(const Birth& birth) {
   const bool is_computed = birth.kind == BirthKind::nan || birth.kind == BirthKind::inf ||
                            birth.kind == BirthKind::nan_from_inf;
   if (!is_computed) return Detail::none;
+  const Detail masked = birth.kind == BirthKind::nan_from_inf ? of_operator(birth) : Detail::none;
+  if (birth.kind == BirthKind::nan_from_inf) {
+    return masked == Detail::none ? Detail::from_infinity : masked;
+  }
   if (birth.is_custom_operator) return Detail::custom_code;
   if (birth.replay == ReplayConclusion::deterministic_overflow) return Detail::exceeds_range;
   if (birth.sighting.phase == Phase::backward && has_pole_in_slope(birth.forward_op)) {

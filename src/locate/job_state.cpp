@@ -34,6 +34,7 @@ Advice advice_on(const Origin& origin, const RerunOutcome& rerun,
       const Fact* const climb = find_fact(origin.facts, FactKind::climbed);
       return {Restart::before_step, climb == nullptr ? origin.iteration : climb->step};
     }
+    case Cause::left_gradients:
     case Cause::not_reproduced:
       return {Restart::latest};
     case Cause::uninitialised_memory:  // the memory held leftover data

@@ -14,6 +14,7 @@
 #include "locate/events/events.hpp"
 #include "locate/findings.hpp"
 #include "locate/job_state.hpp"
+#include "locate/left_gradients.hpp"
 #include "locate/races.hpp"
 #include "locate/rerun_facts.hpp"
 #include "nanlocator/locate/cause_table.hpp"
@@ -42,6 +43,7 @@ class Locator {
     }
     verdict_.rerun = rerun_of(incident);
     find_by_events();
+    judge_left_gradients(incident, verdict_.origins);
     judge_divergence(incident, verdict_.origins);
     judge_bad_weights(findings_, verdict_.origins);
     compare_collective_results(incident, verdict_.origins);

@@ -719,10 +719,11 @@ void OperatorTrace::Impl::describe_operands(Birth& birth, const Frame& frame,
                                             const std::vector<BeforeWrite>& written,
                                             const std::vector<std::int64_t>& output_shape) const {
   const OperatorInfo& info = *frame.info;
-  const FirstBad first_bad{
-      .index = unravel_index(birth.sighting.stats.first_bad, birth.sighting.shape),
-      .shape = output_shape,
-      .is_pointwise = info.is_pointwise};
+  FirstBad first_bad{.index = unravel_index(birth.sighting.stats.first_bad, birth.sighting.shape),
+                     .shape = output_shape,
+                     .is_pointwise = info.is_pointwise};
+  // Of a complex output, the last dimension has the two parts.
+  if (birth.sighting.shape.size() == output_shape.size() + 1) first_bad.index.pop_back();
   const auto is_changed = [&](const at::Tensor& tensor) {
     return std::ranges::any_of(
         written, [&](const auto& each) { return each.tensor == tensor.unsafeGetTensorImpl(); });
@@ -746,7 +747,6 @@ void OperatorTrace::Impl::describe_operands(Birth& birth, const Frame& frame,
       if (element >= 0) operand.element = element;
       if (element < 0) operand.requires_grad = frame.arguments[i].toTensor().requires_grad();
       count_ignored_labels(operand, info, arguments, tensor);
-      // For a complex output, the index has one more dimension.
       if (element < 0 && first_bad.index.size() == output_shape.size() &&
           has_plain_memory(tensor)) {
         const OwnWork own_work;

@@ -153,6 +153,7 @@ constexpr auto kLedgerFields =
                JsonField("loss_scale", &L::loss_scale), JsonField("absmax", &L::absmax),
                JsonOrNull("absmax_parameter", &L::absmax_parameter),
                JsonAdded(JsonField("weights_finite_after", &L::weights_finite_after)),
+               JsonAdded(JsonField("gradients_left_by", &L::gradients_left_by)),
                JsonAdded(JsonField("framework_skips_update", &L::framework_skips_update)));
 
 /// The lines after the header, in file order: their names and their members, vectors or optionals.

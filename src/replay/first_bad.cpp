@@ -34,11 +34,12 @@ std::optional<std::vector<std::int64_t>> first_bad_index(const at::Tensor& input
 }  // namespace
 
 std::optional<InputElement> element_at_first_bad(const at::Tensor& input, const FirstBad& bad) {
-  if (input.numel() == 0 || input.is_complex()) return std::nullopt;
+  if (input.numel() == 0 || (input.is_complex() && !bad.is_pointwise)) return std::nullopt;
   auto index = bad.is_pointwise ? broadcast_index(input, bad) : first_bad_index(input);
   if (!index) return std::nullopt;
   at::Tensor element = input.detach();
   for (const std::int64_t position : *index) element = element.select(0, position);
+  if (element.is_complex()) element = element.abs();
   return InputElement{std::move(*index), element.to(at::kDouble).item<double>()};
 }
 

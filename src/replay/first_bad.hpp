@@ -21,8 +21,8 @@ struct InputElement {
 };
 
 /// For a pointwise operator, the element that broadcasts to the first bad one; for others, the
-/// first non-finite element. Empty if there is none, and for complex inputs. `input` has plain
-/// memory; runs on the caller's thread and waits for the device.
+/// first non-finite element. Empty if there is none. Of a complex element, its magnitude. `input`
+/// has plain memory; runs on the caller's thread and waits for the device.
 [[nodiscard]] std::optional<InputElement> element_at_first_bad(const at::Tensor& input,
                                                                const FirstBad& bad);
 

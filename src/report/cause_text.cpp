@@ -36,6 +36,10 @@ std::string title_of(Detail detail) {
       return "softmax over a fully masked row";
     case Detail::mean_of_nothing:
       return "mean over no elements";
+    case Detail::too_few_elements:
+      return "deviation of too few elements";
+    case Detail::from_infinity:
+      return "NaN of an Inf among the inputs";
     case Detail::exceeds_range:
       return "overflow";
     case Detail::custom_code:
@@ -84,6 +88,8 @@ std::string title_of(Cause cause) {
       return "optimizer update that makes the weight bad";
     case Cause::optimizer_state:
       return "bad optimizer state";
+    case Cause::left_gradients:
+      return "gradients that an earlier step left behind";
     case Cause::divergence:
       return "divergence: gradients that climbed over steps until they overflowed";
     case Cause::user_hook:
@@ -575,6 +581,14 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::reset_optimizer_state:
       return {"look at the optimizer's state (moments) of the parameters in the checkpoint",
               "if it is bad there, too, load an older one, or reset the state of these parameters"};
+    case Action::clear_gradients: {
+      const Fact* const left = find_fact(origin.facts, FactKind::gradients_left);
+      return {
+          "call optimizer.zero_grad() before the next backward, also where the error of a bad "
+          "step is caught",
+          "what made them is in the verdict of step " +
+              counted(left == nullptr ? 0 : left->step.value_or(0))};
+    }
     case Action::check_checkpoint:
       return {"check " +
                   (origin.parameter.empty() ? std::string("the parameter") : origin.parameter) +
@@ -640,6 +654,16 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "check the mask of this batch: the softmax of a row that is masked altogether is "
           "undefined",
           "leave such rows out, or unmask one position"};
+    case Action::keep_infinity_out:
+      return {"0 times Inf, Inf minus Inf and Inf over Inf are NaN" + with_operands(origin) +
+                  ": keep the Inf out of " + operation,
+              "where a mask writes it, write torch.finfo(dtype).min in its place, or select the "
+              "masked elements out before " +
+                  operation};
+    case Action::guard_deviation:
+      return {"a deviation of one element is 0 over 0: leave " + operation +
+                  " out where fewer than two elements remain, or pass correction=0, which gives 0",
+              "if there should have been more elements, look at the batch"};
     case Action::correct_custom_code:
       return {"correct " + operation + ": it makes NaN or Inf from finite inputs" +
                   with_operands(origin),

@@ -27,6 +27,10 @@ std::string error_code_of(Detail detail) {
       return "masked_row";
     case Detail::mean_of_nothing:
       return "empty_mean";
+    case Detail::too_few_elements:
+      return "one_sample";
+    case Detail::from_infinity:
+      return "inf_operand";
     case Detail::custom_code:
       return "custom_op";
     case Detail::exceeds_range:
@@ -87,6 +91,8 @@ std::string error_code_of(const Origin& origin) {
       return "bad_update";
     case Cause::optimizer_state:
       return "bad_moments";
+    case Cause::left_gradients:
+      return "left_gradients";
     case Cause::divergence:
       return "diverged";
     case Cause::user_hook:

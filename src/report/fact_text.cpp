@@ -646,6 +646,10 @@ std::string plain_text(const Fact& fact) {
       return "the optimizer's " + joined(fact.names) + " of it on " + ranks_text(fact.ranks) +
              (fact.names.size() == 1 ? " holds" : " hold") +
              " NaN or Inf, too: its update made it bad, or a checkpoint that holds both";
+    case gradients_left:
+      return "the gradients of step " + counted(fact.step.value_or(0)) +
+             ", which were NaN or Inf, were still there when this step began, and its backward "
+             "added to them";
     case optimizer_copy_finite:
       return "the optimizer's own copy of it (" + joined(fact.names) + ") on " +
              ranks_text(fact.ranks) + " is finite";

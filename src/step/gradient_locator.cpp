@@ -138,6 +138,10 @@ void GradientLocator::set_gradient_norm(double norm) {
   impl_->gradient_norm = norm;
 }
 
+void GradientLocator::set_gradients_left_by(std::int64_t step) {
+  impl_->gradients_left_by = step;
+}
+
 void GradientLocator::set_loss_scale(double loss_scale, bool falls_on_overflow) {
   impl_->scanner->set_loss_scale(loss_scale);
   impl_->loss_scale = falls_on_overflow ? std::optional(loss_scale) : std::nullopt;

@@ -84,6 +84,7 @@ std::optional<std::string> GradientLocator::Impl::fetch_from_first_rank(const st
 void GradientLocator::Impl::forget_step() {
   scanner->begin_step();
   gradient_norm.reset();
+  gradients_left_by.reset();
   loss_scale.reset();
   framework_skips_update = false;
   notes = standing_notes;
@@ -118,6 +119,7 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   ledger.iteration = iteration;
   ledger.coordinates = map.coordinates();
   ledger.gradient_norm = gradient_norm;
+  ledger.gradients_left_by = gradients_left_by;
   ledger.loss_scale = loss_scale;
   ledger.framework_skips_update = framework_skips_update;
   ledger.level = name_of(options.level);

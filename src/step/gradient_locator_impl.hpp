@@ -88,6 +88,7 @@ struct GradientLocator::Impl {
   State state = State::before_first_step;
   std::int64_t iteration = 0;
   std::optional<double> gradient_norm;
+  std::optional<std::int64_t> gradients_left_by;
   std::optional<double> loss_scale;  // only if an overflow lowers it
   bool framework_skips_update = false;
   std::vector<std::string> notes;

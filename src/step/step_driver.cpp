@@ -85,6 +85,7 @@ struct StepDriver::Impl {
     bool is_judged = false;                 // a finding has been reported or dismissed
     bool is_update_running = false;
     bool has_ended_pass = false;
+    bool has_left_gradients = false;  // bad ones of the latest bad step, when this one began
     Decision decision = Decision::proceed;
     std::shared_ptr<StepPass> pass;  // can be executed again now
     std::vector<LossView> losses;
@@ -114,6 +115,9 @@ struct StepDriver::Impl {
       locator.set_births(std::move(births));
     }
     if (step.pass) locator.set_microbatches(step.pass->microbatches());
+    if (step.has_left_gradients && verdict != nullptr) {
+      locator.set_gradients_left_by(verdict->iteration);
+    }
   }
 
   /// States of weights that were bad before the step show whether the last update made them bad.
@@ -465,6 +469,10 @@ void StepDriver::forget_gradients() noexcept {
   if (impl.rerun.is_running()) return impl.rerun.forget_scans();
   if (!impl.step.pass) impl.step = {};
   impl.step.is_scanned = impl.step.is_agreed = false;
+}
+
+void StepDriver::note_left_gradients() {
+  impl_->step.has_left_gradients = true;
 }
 
 Decision StepDriver::set_gradient_norm(double norm) {

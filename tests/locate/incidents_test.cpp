@@ -372,7 +372,8 @@ class TruthOf {
     if (incident_.level == Level::repeat) truth_.phases.insert(Phase::forward);
     truth_.causes = {Cause::bad_weight};
     truth_.parameter = weight_of(layout_, fault_);
-    const bool has_owner = layout_.has_distributed_optimizer && incident_.level != Level::repeat;
+    // In shards, the copy of the rank that updates it is the one that the others gathered.
+    const bool has_owner = layout_.has_distributed_optimizer;
     if (fault_.is_on_every_replica && !has_owner) truth_.ranks = ranks_over_dp();
   }
 
@@ -417,12 +418,57 @@ class TruthOf {
   Truth truth_;
 };
 
+bool are_of(const Truth& truth, std::initializer_list<Phase> phases) {
+  return std::ranges::all_of(
+      truth.phases, [&](Phase each) { return std::ranges::find(phases, each) != phases.end(); });
+}
+
+bool have_common_cause(const Truth& a, const Truth& b) {
+  return std::ranges::any_of(a.causes, [&](Cause each) { return b.causes.contains(each); });
+}
+
+/// What a collective of the same ranks spoils is one origin, in several places; so is one weight
+/// that is bad in several replicas.
+bool is_one_origin(const Truth& a, const Truth& b) {
+  if (a.causes == std::set{Cause::bad_weight}) {
+    return b.causes == a.causes && a.parameter == b.parameter;
+  }
+  if (a.ranks != b.ranks || !have_common_cause(a, b)) return false;
+  const auto are_both = [&](std::initializer_list<Phase> phases) {
+    return are_of(a, phases) && are_of(b, phases);
+  };
+  const bool have_parameter = !a.parameter.empty() && !b.parameter.empty();
+  return are_both({Phase::grad_reduced}) || (have_parameter && are_both({Phase::grad_norm})) ||
+         (a.causes == b.causes && are_both({Phase::forward, Phase::loss, Phase::backward}) &&
+          std::ranges::all_of(a.causes, [](Cause each) {
+            return each == Cause::collective_result || each == Cause::collective_sum;
+          }));
+}
+
+void join(Truth& first, const Truth& other) {
+  std::set<int> ranks(first.ranks.begin(), first.ranks.end());
+  ranks.insert(other.ranks.begin(), other.ranks.end());
+  first.ranks.assign(ranks.begin(), ranks.end());
+  first.phases.insert(other.phases.begin(), other.phases.end());
+  first.causes.insert(other.causes.begin(), other.causes.end());
+  if (first.parameter != other.parameter) first.parameter.clear();
+  first.direction.reset();
+  first.microbatch.reset();
+}
+
 std::vector<Truth> truths_of(const PlantedIncident& incident) {
   std::vector<Truth> truths;
   for (const Fault& fault : incident.faults) {
     // Each fault alone, so that crossings of another fault do not count as its own.
     const Pass pass(incident.layout, {fault}, incident.seed);
-    truths.push_back(TruthOf(incident, pass, fault).truth());
+    Truth truth = TruthOf(incident, pass, fault).truth();
+    const auto same =
+        std::ranges::find_if(truths, [&](const Truth& each) { return is_one_origin(each, truth); });
+    if (same == truths.end()) {
+      truths.push_back(std::move(truth));
+    } else {
+      join(*same, truth);
+    }
   }
   return truths;
 }

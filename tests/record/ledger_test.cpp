@@ -36,6 +36,7 @@ Ledger example_ledger() {
   ledger.is_backward_order_observed = true;
   ledger.gradient_norm = std::numeric_limits<double>::infinity();
   ledger.loss_scale = 1024;
+  ledger.gradients_left_by = 11;
   ledger.absmax = 0.1;
   ledger.absmax_parameter = "b";
   ledger.weights_finite_after = 1283;

@@ -29,6 +29,7 @@ enum class Cause {
   recompute_mismatch,
   optimizer_update,
   optimizer_state,
+  left_gradients,  // of an earlier step, to which this one added
   divergence,
   user_hook,
   bad_scalar,
@@ -55,6 +56,7 @@ enum class Cause {
                                           "recompute_mismatch",
                                           "optimizer_update",
                                           "optimizer_state",
+                                          "left_gradients",
                                           "divergence",
                                           "user_hook",
                                           "bad_scalar",
@@ -76,14 +78,17 @@ enum class Detail {
   derivative_at_pole,  // sqrt at 0, a norm at 0: defined in forward, its slope is not
   masked_row,          // a softmax over -Inf only
   mean_of_nothing,
-  exceeds_range,  // the true result does not fit the dtype
-  custom_code,    // an operator or autograd Function from outside PyTorch
+  too_few_elements,  // a deviation of no more elements than its correction
+  from_infinity,     // 0 times Inf, Inf minus Inf, Inf over Inf
+  exceeds_range,     // the true result does not fit the dtype
+  custom_code,       // an operator or autograd Function from outside PyTorch
 };
 [[nodiscard]] constexpr auto names_of(Detail) {
   return std::to_array<std::string_view>(
       {"none", "sqrt_of_negative", "log_of_zero", "log_of_negative", "division_by_zero",
        "zero_over_zero", "power_of_zero", "power_of_negative", "outside_domain",
-       "derivative_at_pole", "masked_row", "mean_of_nothing", "exceeds_range", "custom_code"});
+       "derivative_at_pole", "masked_row", "mean_of_nothing", "too_few_elements", "from_infinity",
+       "exceeds_range", "custom_code"});
 }
 
 /// The party that can act.
@@ -132,6 +137,7 @@ enum class Action {
   restore_copy,
   check_owner_of_shard,
   reset_optimizer_state,
+  clear_gradients,
   check_checkpoint,
   check_buffer,
   inspect_samples,
@@ -145,6 +151,8 @@ enum class Action {
   find_weight_writer,
   guard_slope,
   guard_masked_row,
+  keep_infinity_out,
+  guard_deviation,
   correct_custom_code,
   inspect_undefined,
   report_kernel,
@@ -193,6 +201,7 @@ enum class Action {
                                           "restore_copy",
                                           "check_owner_of_shard",
                                           "reset_optimizer_state",
+                                          "clear_gradients",
                                           "check_checkpoint",
                                           "check_buffer",
                                           "inspect_samples",
@@ -205,6 +214,8 @@ enum class Action {
                                           "find_weight_writer",
                                           "guard_slope",
                                           "guard_masked_row",
+                                          "keep_infinity_out",
+                                          "guard_deviation",
                                           "correct_custom_code",
                                           "inspect_undefined",
                                           "report_kernel",

@@ -124,6 +124,7 @@ namespace nanlocator::inline locate_room {
   FACT(no_copy_elsewhere)                                                     \
   FACT(copies_not_scanned)                                                    \
   FACT(optimizer_state_bad)                                                   \
+  FACT(gradients_left)                                                        \
   FACT(optimizer_copy_finite)                                                 \
   FACT(optimizer_state_finite)                                                \
   FACT(finite_after_update)                                                   \

@@ -179,6 +179,8 @@ struct Ledger {
   std::optional<double> gradient_norm;  // the framework's own, if it was seen
   /// The factor of the gradients, for a scaler that lowers it after an overflow.
   std::optional<double> loss_scale;
+  /// The earlier step whose bad gradients were still there when this one began.
+  std::optional<std::int64_t> gradients_left_by;
   /// The framework itself skips this step's update, whatever the policy.
   bool framework_skips_update = false;
   /// Largest finite |gradient| of this rank before the clip, and its parameter (for a norm that

@@ -91,6 +91,8 @@ class GradientLocator {
   /// must be the same on all ranks: if it differs, conclude costs its deadline and the verdict is
   /// partial.
   void set_gradient_norm(double norm);
+  /// The earlier step whose bad gradients were still there when this one began.
+  void set_gradients_left_by(std::int64_t step);
   /// The factor of this step's gradients (fp16's loss scale); call any time before the next
   /// begin_step or conclude. The history is divided by it; without a call it stays as scanned.
   /// `falls_on_overflow`: the scaler lowers it after an overflow, which is then no fault (cause

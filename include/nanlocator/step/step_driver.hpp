@@ -92,6 +92,8 @@ class StepDriver {
   void scan_gradients();
   /// The update will no longer use the scanned gradients (zero_grad).
   void forget_gradients() noexcept;
+  /// This step's backward adds to gradients that the latest bad step left behind. Within a pass.
+  void note_left_gradients();
   /// The norm from the framework's clip. Set before the agreement, it is agreed on; set later, it
   /// must be the same on all ranks, and a non-finite one is judged at once.
   Decision set_gradient_norm(double norm);

@@ -686,13 +686,14 @@ class RecordedPass(PlainPass):
         self._leftovers: dict[torch.Tensor, int] = {}
         self._changed_gradients: list[str] = []
 
-    def take_gradients(self, zeroed: set[torch.Tensor]) -> None:
+    def take_gradients(self, zeroed: set[torch.Tensor]) -> bool:
         """Before the first backward. Existing gradients that are not among ``zeroed`` belong to another
-        step."""
+        step. True if some of them are bad after a bad step; a healthy run scans none here."""
         self._had_gradient = [p.grad is not None for p in self._adapter.tensors]
         self._leftovers = {
             p: _version_of(p.grad) for p in self._adapter.tensors if p.grad is not None and p not in zeroed
         }
+        return bool(self._adapter.verdicts) and any(is_bad(p.grad) for p in self._leftovers)
 
     @contextlib.contextmanager
     def leaving_out(self, used: Iterable[torch.Tensor]) -> Iterator[None]:

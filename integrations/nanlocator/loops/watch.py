@@ -157,7 +157,8 @@ class Watch(Locator):
     def _take_gradients(self) -> None:
         step_pass = self._driver.step_pass
         if self._recorder.backwards == 0 and step_pass is not None:
-            step_pass.take_gradients(self._loop.zeroed)
+            if step_pass.take_gradients(self._loop.zeroed):
+                self._driver.note_left_gradients()
 
     def after_backward(self) -> None:
         self._loop.write_gradients()

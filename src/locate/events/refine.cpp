@@ -222,11 +222,16 @@ class Refinement {
         return fact.kind == FactKind::same_on_ranks || fact.kind == FactKind::every_copy_bad;
       });
     }
+    if (has_fact(seen.facts, FactKind::silent_here)) {  // it may have come from one of these
+      born.candidates = seen.candidates;
+      born.coordinates.reset();
+      born.place_confidence = std::min(born.place_confidence, seen.place_confidence);
+    }
     for (const Fact& fact : seen.facts) {
       const bool is_of_copies =
           fact.kind == FactKind::copies_clean || fact.kind == FactKind::every_copy_bad ||
           fact.kind == FactKind::no_copy_elsewhere || fact.kind == FactKind::gathered_from_owner ||
-          fact.kind == FactKind::owner_is_left;
+          fact.kind == FactKind::owner_is_left || fact.kind == FactKind::silent_here;
       if (is_of_copies && !has_fact(born.facts, fact.kind)) born.facts.push_back(fact);
     }
   }
