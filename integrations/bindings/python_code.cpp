@@ -70,6 +70,14 @@ bool is_installed(std::string_view file) {
          file.find("/dist-packages/") != std::string_view::npos;
 }
 
+int instruction_of([[maybe_unused]] PyFrameObject* frame) {
+#if PY_VERSION_HEX >= 0x030B0000
+  return PyFrame_GetLasti(frame);
+#else
+  return -1;
+#endif
+}
+
 /// Everything except the constructor and the destructor runs under the GIL.
 class PythonCode final : public ProgramCode {
  public:
@@ -80,7 +88,9 @@ class PythonCode final : public ProgramCode {
     for_each_frame([&](PyFrameObject* frame, PyCodeObject* code, Owner owner) {
       if (owner == Owner::skipped) return true;
       Position& position = owner == Owner::user ? caller.user : caller.framework;
-      if (position.code == nullptr) position = {code, PyFrame_GetLineNumber(frame)};
+      if (position.code == nullptr) {
+        position = {code, PyFrame_GetLineNumber(frame), instruction_of(frame)};
+      }
       return owner != Owner::user;
     });
     if (const Caller* recorded = is_cut_off_ ? RecordedCaller::current() : nullptr) {
@@ -104,6 +114,13 @@ class PythonCode final : public ProgramCode {
       line.function = function_name(code);
       const auto text = py::module_::import("linecache").attr("getline")(line.file, line.line);
       line.text = py::str(text.attr("strip")()).cast<std::string>().substr(0, kLongestText);
+      const auto found = py::module_::import("nanlocator.engine.expressions")
+                             .attr("expression_at")(code, position.instruction, text);
+      if (!found.is_none()) {
+        auto [begin, end, call, arguments] =
+            found.cast<std::tuple<int, int, std::string, std::vector<std::string>>>();
+        line.expression = Expression{begin, end, std::move(call), std::move(arguments)};
+      }
       return line;
     } catch (const py::error_already_set&) {
       return std::nullopt;

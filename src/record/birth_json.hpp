@@ -10,10 +10,17 @@
 
 namespace nanlocator::inline record_room {
 
+constexpr auto json_fields(const Expression*) {
+  using E = Expression;
+  return std::tuple(JsonField("begin", &E::begin), JsonField("end", &E::end),
+                    JsonField("call", &E::call), JsonField("arguments", &E::arguments));
+}
+
 constexpr auto json_fields(const CodeLine*) {
   using C = CodeLine;
   return std::tuple(JsonField("file", &C::file), JsonField("line", &C::line),
-                    JsonField("function", &C::function), JsonOrNull("text", &C::text));
+                    JsonField("function", &C::function), JsonOrNull("text", &C::text),
+                    JsonAdded(JsonField("expression", &C::expression)));
 }
 
 constexpr auto json_fields(const Operand*) {

@@ -1,6 +1,7 @@
 #include "report/cause_text.hpp"
 
 #include <algorithm>
+#include <cctype>
 
 #include "locate/unordered_facts.hpp"
 #include "nanlocator/locate/cause_table.hpp"
@@ -187,6 +188,26 @@ std::string first_bad_call_of(const Origin& origin) {
   return parts.empty() ? "" : function_name_of(origin.op) + "(" + joined(parts, ", ") + ")";
 }
 
+std::vector<std::string> argument_names_of(const Origin& origin) {
+  constexpr std::size_t kLongestName = 40;
+  const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
+  const bool is_of_line = origin.code && origin.code->expression &&
+                          origin.custom_function.empty() && origin.direction != Direction::backward;
+  if (fact == nullptr || !is_of_line) return {};
+  const auto without_underscore = [](std::string name) {
+    while (name.ends_with('_')) name.pop_back();
+    return name;
+  };
+  const Expression& call = *origin.code->expression;
+  if (without_underscore(function_of(origin.op)) != without_underscore(call.call)) return {};
+  if (fact->values.size() > call.arguments.size()) return {};
+  std::vector<std::string> names(call.arguments.begin(),
+                                 call.arguments.begin() + std::ssize(fact->values));
+  const bool are_short = std::ranges::all_of(
+      names, [](const std::string& name) { return !name.empty() && name.size() <= kLongestName; });
+  return are_short ? names : std::vector<std::string>{};
+}
+
 namespace {
 
 std::string dtype_of(const Origin& origin) {
@@ -208,8 +229,8 @@ std::string where_in_bundle(const Origin& origin) {
 }
 
 std::string with_operands(const Origin& origin) {
-  const std::string call = first_bad_call_of(origin);
-  return call.empty() ? "" : " (here " + call + ")";
+  const std::string call = argument_names_of(origin).empty() ? first_bad_call_of(origin) : "";
+  return call.empty() ? "" : " (here " + call + ")";  // the source line's names say it, too
 }
 
 /// " (|self| <= 5.8e+20, |mat2| <= 6.1e+20)": the floating-point inputs.
@@ -226,8 +247,13 @@ std::string magnitudes_of(const Origin& origin) {
   return parts.empty() ? "" : " (" + joined(parts, ", ") + ")";
 }
 
-/// The zero operand, by the operation's name for it.
+/// The zero operand, by its name in the source line or else by the operation's.
 std::string zero_of(const Origin& origin) {
+  const auto names = argument_names_of(origin);
+  const bool is_divisor =
+      origin.detail == Detail::division_by_zero || origin.detail == Detail::zero_over_zero;
+  if (is_divisor && names.size() == 2) return names[1] + " zero";
+  if (origin.detail == Detail::log_of_zero && !names.empty()) return names[0] + " zero";
   switch (origin.detail) {
     case Detail::division_by_zero:
     case Detail::zero_over_zero:
@@ -273,6 +299,12 @@ bool is_conversion(const Origin& origin) {
   return origin.op.starts_with("aten::_to_copy") || origin.op.starts_with("aten::copy_");
 }
 
+/// A module that is no part of a watched model has its class's name.
+bool is_class_name(const std::string& module) {
+  return std::isupper(static_cast<unsigned char>(module.front())) != 0 &&
+         module.find('.') == module.npos;
+}
+
 std::vector<std::string> widen_steps(const Origin& origin) {
   const std::string large = " so large" + magnitudes_of(origin) + maxima_before_of(origin);
   if (is_conversion(origin)) {
@@ -283,8 +315,10 @@ std::vector<std::string> widen_steps(const Origin& origin) {
                                     large};
   std::string widen = "if values this large are intended, run " + module_of(origin) + " in fp32";
   if (origin.tensor && origin.tensor->dtype == "float16" && !origin.module.empty()) {
-    widen += "; under autocast: nanlocator.transformers.no_autocast(model.get_submodule(\"" +
-             origin.module + "\"))";
+    widen += "; under autocast: nanlocator.transformers.no_autocast(" +
+             (is_class_name(origin.module) ? "the " + origin.module
+                                           : "model.get_submodule(\"" + origin.module + "\")") +
+             ")";
   }
   steps.push_back(std::move(widen));
   return steps;

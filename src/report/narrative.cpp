@@ -215,6 +215,9 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
       case FactKind::peers_finite:
         tests.push_back(ranks_text(fact.peers) + " executed the same call and got finite values");
         break;
+      case FactKind::gradients_left:
+        tests.emplace_back("they were there before its backward");
+        break;
       case FactKind::rerun_not_completed:
         tests.emplace_back("a re-run did not complete");
         break;
@@ -287,7 +290,9 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   if (kind == "unknown" || kind == "routine") certainty.clear();
   std::vector<std::string> parts = tests_of(verdict, origin);
   if (!open.empty()) parts.push_back(label + open);
-  if (parts.empty() && !verdict.rerun.done) parts.emplace_back("the step was not executed again");
+  const bool is_open = certainty != ", proven";
+  if (parts.empty() && is_open && !verdict.rerun.done)
+    parts.emplace_back("the step was not executed again");
   std::string text;
   for (const std::string& part : parts) append_item(text, part, "; ");
   return kind + certainty + (text.empty() ? "" : ": " + text);
@@ -343,9 +348,35 @@ std::string code_place_of(const Verdict& verdict, const Origin& origin) {
   return text;
 }
 
-/// "0 / 0 at element [0, 3]".
+/// Marks the expression below the line that is shown; "" if it is unknown, or the whole line.
+std::string marker_of(const CodeLine& code) {
+  if (!code.expression) return "";
+  const auto begin = static_cast<std::size_t>(std::max(code.expression->begin, 0));
+  const auto end = static_cast<std::size_t>(std::max(code.expression->end, 0));
+  const bool is_plain = std::ranges::all_of(
+      code.text, [](unsigned char each) { return each >= 0x20 && each < 0x7f; });
+  const bool is_part = begin < end && end <= code.text.size() && end - begin < code.text.size();
+  if (!is_plain || !is_part) return "";
+  return std::string(std::to_string(code.line).size(), ' ') + " |  " + std::string(begin, ' ') +
+         std::string(end - begin, '^');
+}
+
+/// "size is 0, total is 0", by the names of the source line; "" where they are unknown.
+std::string named_values_of(const Origin& origin) {
+  const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
+  const std::vector<std::string> names = argument_names_of(origin);
+  std::vector<std::string> parts;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    const bool is_literal = names[i].find_first_not_of("+-.0123456789e_") == std::string::npos;
+    if (!is_literal) parts.push_back(names[i] + " is " + short_number(fact->values[i].second));
+  }
+  return joined(parts, ", ");
+}
+
+/// "size is 0, total is 0 at element [0, 3]".
 std::string values_here_of(const Origin& origin) {
-  const std::string call = first_bad_call_of(origin);
+  const std::string named = named_values_of(origin);
+  const std::string call = named.empty() ? first_bad_call_of(origin) : named;
   if (call.empty() || !origin.tensor || origin.tensor->first_bad_index.empty()) return call;
   return call + " at element " + describe_shape(origin.tensor->first_bad_index);
 }
@@ -389,6 +420,7 @@ void add_details(const Verdict& verdict, const Origin& origin, std::string_view 
   narrative.place = code_place_of(verdict, origin);
   if (origin.code && !origin.code->text.empty()) {
     narrative.source = std::to_string(origin.code->line) + " |  " + origin.code->text;
+    narrative.marker = marker_of(*origin.code);
   }
   for (std::size_t i = 0; i < std::min<std::size_t>(2, verdict.decision.ranks.size()); ++i) {
     const RankCoordinates* const known = find_mentioned(verdict, verdict.decision.ranks[i]);

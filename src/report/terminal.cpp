@@ -273,6 +273,7 @@ std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
   page.text_line("--- " + (told.audience.empty() ? "evidence" : told.audience), 2);
   if (!told.place.empty()) page.text_line(told.place, 2);
   if (!told.source.empty()) page.verbatim(told.source, 2);
+  if (!told.marker.empty()) page.verbatim(told.marker, 2);
   for (const auto& [label, text] : told.details) {
     const std::string shown = label.empty() ? " " : label + ":";
     label == "replay" ? page.line(shown, text, 2) : page.row(shown, text, 2);

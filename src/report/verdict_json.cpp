@@ -170,6 +170,7 @@ nlohmann::ordered_json to_json(const Narrative& told) {
           {"rows", rows_to_json(told.rows)},
           {"place", told.place},
           {"source", told.source},
+          {"marker", told.marker},
           {"details", rows_to_json(told.details)}};
 }
 

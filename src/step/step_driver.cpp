@@ -65,7 +65,8 @@ struct StepDriver::Impl {
   std::int64_t completed = 0;  // number of steps
   bool has_had_pass = false;   // in any step
   const Verdict* verdict = nullptr;
-  std::size_t reported = 0;  // number of verdicts passed to the framework
+  std::size_t reported = 0;              // number of verdicts passed to the framework
+  std::optional<std::int64_t> bad_step;  // the latest that made its bad gradients itself
 
   /// Adapts to the locator's current map.
   void follow_parameters() {
@@ -115,9 +116,7 @@ struct StepDriver::Impl {
       locator.set_births(std::move(births));
     }
     if (step.pass) locator.set_microbatches(step.pass->microbatches());
-    if (step.has_left_gradients && verdict != nullptr) {
-      locator.set_gradients_left_by(verdict->iteration);
-    }
+    if (step.has_left_gradients && bad_step) locator.set_gradients_left_by(*bad_step);
   }
 
   /// States of weights that were bad before the step show whether the last update made them bad.
@@ -256,6 +255,7 @@ struct StepDriver::Impl {
 
   void report(const Verdict* latest) {
     verdict = latest;
+    if (!step.has_left_gradients) bad_step = latest->iteration;
     reported = locator.verdicts().size();
     framework->on_verdict(*latest);
   }

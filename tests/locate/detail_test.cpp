@@ -36,6 +36,37 @@ TEST(Detail, IsReadOffTheOperatorAndItsOperands) {
   EXPECT_EQ(detail_of(birth_of("aten::logit", {{"self", 0}})), Detail::outside_domain);
 }
 
+TEST(Detail, ADeviationOfNoMoreElementsThanItsCorrectionIsOfTooFew) {
+  const auto deviation = [](std::vector<std::int64_t> of, std::vector<std::int64_t> to,
+                            std::optional<double> correction) {
+    Birth birth = birth_of("aten::std.correction", {});
+    birth.sighting.shape = std::move(to);
+    Operand self;
+    self.name = "self";
+    self.shape = std::move(of);
+    birth.operands.push_back(std::move(self));
+    Operand number;
+    number.name = "correction";
+    number.number = correction;
+    if (correction) birth.operands.push_back(std::move(number));
+    return detail_of(birth);
+  };
+  EXPECT_EQ(deviation({1}, {}, {}), Detail::too_few_elements);
+  EXPECT_EQ(deviation({8, 1}, {8, 1}, {}), Detail::too_few_elements);
+  EXPECT_EQ(deviation({8, 2}, {8}, 2), Detail::too_few_elements);
+  EXPECT_EQ(deviation({8, 2}, {8}, 1), Detail::none);
+  EXPECT_EQ(deviation({1}, {}, 0), Detail::none);
+}
+
+TEST(Detail, NanOfAnInfThatWasThereIsNoFaultOfACustomOperator) {
+  Birth birth = birth_of("aten::mul.Tensor", {{"self", 0}});
+  birth.kind = BirthKind::nan_from_inf;
+  birth.is_custom_operator = true;
+  EXPECT_EQ(detail_of(birth), Detail::from_infinity);
+  birth.sighting.op = "aten::_softmax";
+  EXPECT_EQ(detail_of(birth), Detail::masked_row);
+}
+
 TEST(Detail, IsNoneWhereTheOperandsExplainNothing) {
   EXPECT_EQ(detail_of(birth_of("aten::sqrt", {})), Detail::none);
   EXPECT_EQ(detail_of(birth_of("aten::sqrt", {{"self", 4}})), Detail::none);

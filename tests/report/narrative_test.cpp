@@ -43,8 +43,13 @@ Verdict division_by_zero() {
   origin.coordinates = place_of_rank(3);
   origin.module = "decoder.layers.2.mlp.router";
   origin.op = "aten::div.Tensor";
-  origin.code = CodeLine{
-      .file = "model/router.py", .line = 515, .function = "gate", .text = "return t / denominator"};
+  origin.code =
+      CodeLine{.file = "model/router.py",
+               .line = 515,
+               .function = "gate",
+               .text = "return t / denominator",
+               .expression = Expression{
+                   .begin = 7, .end = 22, .call = "div", .arguments = {"t", "denominator"}}};
   origin.tensor = OriginTensor{.role = "output[0]",
                                .shape = {4, 32},
                                .dtype = "float32",
@@ -97,8 +102,9 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
   --- for the model author
   model/router.py:515 in gate, forward, microbatch 1 (rank 3 = a17:GPU3)
   515 |  return t / denominator
-  here:        -0.0228 / 0 at element [0, 0]
-  next:        find what made the divisor zero (here -0.0228 / 0)
+      |         ^^^^^^^^^^^^^^^
+  here:        t is -0.0228, denominator is 0 at element [0, 0]
+  next:        find what made denominator zero
                if a zero may occur there, replace it before torch.div (torch.where after it still gives NaN in
                backward); if not, a guard would only hide the fault
   replay:      nanlocator replay /runs/a0/bundles/step2

@@ -22,6 +22,7 @@ class ProgramCode {
   struct Position {
     const void* code = nullptr;  // the source's handle of a function; null for no function
     int line = 0;
+    int instruction = -1;  // where in the function, as the source counts; -1: unknown
   };
   struct Caller {
     Position user;       // the innermost line of the user's own code

@@ -80,12 +80,21 @@ enum class KernelConclusion : std::uint8_t {
                                           "undefined", "given_bad", "bad_again"});
 }
 
+/// The call within a line of source code.
+struct Expression {
+  int begin = 0, end = 0;              // in CodeLine::text, as UTF-8
+  std::string call;                    // the function's last name; of `a / b`, "div"
+  std::vector<std::string> arguments;  // their source, in order; of a method, the object first
+  friend bool operator==(const Expression&, const Expression&) = default;
+};
+
 /// A line of source code, as Python names it.
 struct CodeLine {
   std::string file;
   int line = 0;
   std::string function;
   std::string text;  // the line itself, without indentation; "" if it could not be read
+  std::optional<Expression> expression{};  // from Python 3.11 on
   friend bool operator==(const CodeLine&, const CodeLine&) = default;
 };
 

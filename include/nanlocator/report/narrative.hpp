@@ -29,6 +29,8 @@ struct Narrative {
   std::string audience;  // "for the model author"; "" if the rest is evidence for anybody
   std::string place;     // "model.py:515 in gate, forward, microbatch 1"
   std::string source;    // "515 |  return t / denominator"
+  std::string
+      marker;  // "    |         ^^^^^^^^^^^^^^^": below the source; "" if its call is unknown
   /// In order: here (operands), why, next, replay.
   std::vector<std::pair<std::string, std::string>> details;
 };
