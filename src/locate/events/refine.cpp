@@ -152,7 +152,7 @@ class Refinement {
     if (!source.since) return false;
     if (source.site == Site::gradient && is_bad_again(source) == false) return false;
     const Part part = part_of(born.phase);
-    const bool is_in_time = *source.since <= part && part <= part_of(seen.phase) &&
+    const bool is_in_time = *source.since <= part && part <= last_part_before(source) &&
                             may_be_same(each.microbatches, source.microbatches);
     // A weight may be read in any microbatch.
     if (!is_in_time && !(is_of_weight && *source.since == Part::forward)) return false;
@@ -166,6 +166,19 @@ class Refinement {
     // Within a replica, it may have come by ways that nobody scanned.
     if (!source.is_open && seen.phase != Phase::grad_local) return false;
     return is_in_replica_of(each, source);
+  }
+
+  /// Without a rank to reduce with, gradients are scanned where they are used: after what the
+  /// program does with them.
+  Part last_part_before(const Source& source) const {
+    const Origin& seen = source.origin;
+    const bool is_reduced = std::ranges::any_of(seen.candidates, [&](int rank) {
+      const RankEvidence* const evidence = incident_.find(rank);
+      if (evidence == nullptr) return true;
+      const auto& at = evidence->coordinates();
+      return at.dp.size * at.cp.size > 1;
+    });
+    return seen.phase == Phase::grad_local && !is_reduced ? Part::late : part_of(seen.phase);
   }
 
   bool is_in_replica_of(const Born& each, const Source& source) const {
