@@ -475,17 +475,31 @@ def test_a_weight_that_was_never_right_is_not_laid_to_an_update():
     assert "last_update" not in origin["alternatives"]
 
 
-@accuses("nothing: the update becomes zero")
-def test_a_norm_that_is_not_finite_though_every_gradient_is_is_found():
+def verdicts_of_clip(scale, norm_type=2.0, further=()):
+    """The gradients of the model's 64 weights and 8 biases are all ``scale``."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     watch = nanlocator.watch(model, optimizer, on_bad="report")
-    (model(torch.ones(4, 8)).square().sum() * 1e20).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    (model(torch.ones(1, 8)) * scale).sum().backward()
+    norm = nn.utils.clip_grad_norm_([*model.parameters(), *further], 1.0, norm_type)
     optimizer.step()
     watch.remove()
-    assert norm.isinf()
-    assert [verdict["origins"][0]["phase"] for verdict in watch.verdicts] == ["grad_norm"]
+    assert not norm.isfinite()
+    return watch.verdicts
+
+
+@pytest.mark.parametrize("scale", [1e20, 1e19], ids=["a square overflows", "their sum overflows"])
+def test_a_norm_that_is_not_finite_though_every_gradient_is_is_found(scale):
+    (verdict,) = verdicts_of_clip(scale)
+    origin = the_origin(verdict)
+    assert (origin["phase"], origin["operator"], origin["cause"]) == ("grad_norm", None, "unknown")
+    assert [fact["kind"] for fact in origin["facts"]] == ["norm_bad", "norm_overflows"]
+
+
+def test_a_norm_that_something_else_makes_bad_is_not_laid_to_the_watched_gradients():
+    strange = nn.Parameter(torch.ones(2))
+    strange.grad = torch.full((2,), math.nan)
+    assert verdicts_of_clip(1.0, further=[strange]) == []
 
 
 def test_gradients_that_a_caught_error_left_behind_are_no_data_of_the_next_step():

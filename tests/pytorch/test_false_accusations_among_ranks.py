@@ -81,7 +81,8 @@ def verdict_of(rank, world_size, fault, wrapper="ddp", level="grads"):
             is_bad[0] = step == BAD_STEP
             if is_bad[0] and fault == "sum of activations":
                 net.factor = 0.75 * torch.finfo(torch.float32).max
-            model(torch.ones(6, 4)).square().mean().backward()
+            loss = model(torch.ones(6, 4)).square().mean()
+            (loss * 1e22 if is_bad[0] and fault == "large gradients" else loss).backward()
             if is_bad[0] and fault == "factor":
                 for parameter in model.parameters():
                     parameter.grad.mul_(math.inf)
@@ -121,6 +122,13 @@ def test_a_factor_of_all_reduced_gradients_is_one_origin(wrapper):
     for verdict in run_kept_ranks(2, verdict_of, "factor", wrapper):
         origin = the_origin(verdict)
         assert (origin["cause"], origin["operator"]) == ("bad_scalar", "aten::mul_.Tensor")
+
+
+def test_a_norm_that_overflows_after_the_reduction_is_found_on_every_rank():
+    for verdict in run_kept_ranks(2, verdict_of, "large gradients"):
+        origin = the_origin(verdict)
+        assert (origin["phase"], origin["cause"]) == ("grad_norm", "unknown")
+        assert [fact["kind"] for fact in origin["facts"]][:2] == ["norm_bad", "norm_overflows"]
 
 
 @pytest.mark.host

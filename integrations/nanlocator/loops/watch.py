@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import math
 import os
 import sys
 import weakref
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
@@ -99,6 +101,7 @@ class Watch(Locator):
         self._driver.add_state("the weights", WeightsState(self._recorder))
         self._loop = LoopReading()
         self._used_in_backward: dict[Optimizer, tuple[int, list[int]]] = {}  # scan group, part indices
+        self._norm: torch.Tensor | None = None  # the latest that the program has taken, by squares
         self._patches = Patches(__name__)
         for each in optimizers:
             self._patches.on_removal(keep_from_deepspeed(each))
@@ -325,14 +328,45 @@ class Watch(Locator):
                 # A re-run replaces the gradients.
                 tensors = [owners[id(each)].grad if id(each) in owners else each for each in tensors]
         with self._recorder.suspended():
-            return original(tensors, *args, **kwargs)
+            norm = original(tensors, *args, **kwargs)
+        norm_type = args[0] if args else kwargs.get("norm_type", 2.0)
+        self._norm = norm if float(norm_type) == 2.0 else None
+        return norm
 
-    def _clip(self, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def _clip(
+        self,
+        original: Callable[..., Any],
+        parameters: Any,
+        max_norm: Any,
+        total_norm: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not self._driver.has_ended_pass and not set(self._adapter.tensors).isdisjoint(parameters):
             self._scan_gradients(parameters)
+        norm, self._norm = self._norm, None
+        if norm is not None and norm is total_norm:
+            self._judge_norm(norm, parameters)
         with self._recorder.suspended():
-            return original(parameters, *args, **kwargs)
+            return original(parameters, max_norm, total_norm, *args, **kwargs)
+
+    def _judge_norm(self, norm: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        """A clip by a norm that overflows makes finite gradients zero. Waits for the norm."""
+        is_of_step = self._driver.has_ended_pass and not self._recorder.is_suspended
+        if not is_of_step or not self._is_same_on_all_ranks(norm) or math.isfinite(value := float(norm)):
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not set(self._adapter.tensors).issuperset(parameters) or self._recorder.bad_among(gradients):
+            return  # of something that was not scanned
+        with self._abandoning(), self._recorder.suspended():
+            self._loop.decision = self._driver.set_gradient_norm(value)
+
+    def _is_same_on_all_ranks(self, norm: torch.Tensor) -> bool:
+        models = self._models.values()
+        return self._driver.connection is None or (
+            not hasattr(norm, "device_mesh") and all(isinstance(m, DistributedDataParallel) for m in models)
+        )
 
     def _clip_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """For FullyShardedDataParallel's own clip."""
