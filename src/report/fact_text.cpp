@@ -303,8 +303,9 @@ std::string read_text(const Fact& fact) {
 
 std::string further_weights_text(const Fact& fact) {
   const bool is_cut = count_of(fact) > static_cast<std::int64_t>(fact.names.size());
+  const bool is_after = fact.phase == Phase::params_after;
   return counted(count_of(fact), "further parameter") + (count_of(fact) == 1 ? " was" : " were") +
-         " bad before the pass, too: " + joined(fact.names, ", ") + (is_cut ? ", ..." : "");
+         (is_after ? " bad after the update, too: " : " bad before the pass, too: ") + joined(fact.names, ", ") + (is_cut ? ", ..." : "");
 }
 
 std::string neighbours_text(const Fact& fact) {

@@ -454,7 +454,6 @@ def test_buffers_that_the_same_step_made_bad_are_no_origins():
     assert [each["parameter"] for each in verdict["origins"] if each["cause"] == "bad_buffer"] == []
 
 
-@accuses("each weight of the update: optimizer_update")
 def test_an_update_with_a_bad_learning_rate_is_one_origin():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=math.nan)
@@ -462,6 +461,24 @@ def test_an_update_with_a_bad_learning_rate_is_one_origin():
         model, lambda _: model(torch.randn(8, 4)).square().mean(), optimizer=optimizer, check_params=True
     )
     assert the_origin(verdict)["cause"] == "optimizer_update"
+
+
+def test_a_group_with_a_bad_weight_decay_is_one_origin_and_names_no_weight_of_another():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    groups = [
+        {"params": model[1].parameters(), "weight_decay": math.inf},
+        {"params": [*model[0].parameters(), *model[2].parameters()]},
+    ]
+    verdict = verdict_of(
+        model,
+        lambda _: model(torch.randn(8, 4)).square().mean(),
+        optimizer=torch.optim.AdamW(groups),
+        check_params=True,
+    )
+    origin = the_origin(verdict)
+    (others,) = (fact["names"] for fact in origin["facts"] if fact["kind"] == "further_weights_bad")
+    assert origin["cause"] == "optimizer_update"
+    assert {origin["parameter"], *others} == {"1.weight", "1.bias"}
 
 
 # ---- what happened before, or is never looked at -----------------------------------------------------

@@ -383,9 +383,44 @@ void add_norm(const Incident& incident, const RankEvidence& witness, Sources& so
   sources.add({.origin = std::move(origin), .since = Part::late});
 }
 
-void add_updated(const Findings& seen, const BadList& bad, const std::set<int>& unknown,
+/// One update made the weights bad that are bad on the same ranks, and so did a learning rate that
+/// is NaN all of them on all ranks.
+struct Updated {
+  const BadList* first = nullptr;
+  std::set<int> ranks, owners;
+  bool is_everything = false;  // all weights of these ranks
+  std::vector<std::string> others{};
+};
+
+bool is_every_weight_bad(const BadOnRank& each) {
+  return each.rank->bad(Phase::params_after).size() ==
+         each.rank->scanned_count(Phase::params_after);
+}
+
+std::vector<Updated> updated_weights(const Findings& seen) {
+  std::vector<Updated> found;
+  for (const auto& [key, bad] : seen.in_backward_order(seen.bad(Phase::params_after))) {
+    Updated updated{bad, ranks_of(*bad), owners_of(*bad),
+                    std::ranges::all_of(*bad, is_every_weight_bad)};
+    const auto same = std::ranges::find_if(found, [&](const Updated& each) {
+      return (each.ranks == updated.ranks && each.owners == updated.owners) ||
+             (each.is_everything && updated.is_everything);
+    });
+    if (same == found.end()) {
+      found.push_back(std::move(updated));
+      continue;
+    }
+    same->ranks.merge(updated.ranks);
+    same->owners.merge(updated.owners);
+    same->others.push_back(bad->front().bad->name);
+  }
+  return found;
+}
+
+void add_updated(const Findings& seen, const Updated& updated, const std::set<int>& unknown,
                  Sources& sources) {
-  const std::set<int> ranks = ranks_of(bad), owners = owners_of(bad);
+  const auto& [first, ranks, owners, is_everything, others] = updated;
+  const BadList& bad = *first;
   std::set<int> candidates = owners.empty() ? ranks : owners;
   candidates.insert(unknown.begin(), unknown.end());
   Origin origin = origin_on(seen, Phase::params_after,
@@ -394,6 +429,10 @@ void add_updated(const Findings& seen, const BadList& bad, const std::set<int>& 
   origin.facts.push_back({.kind = FactKind::parameter_bad_after,
                           .ranks = sorted(ranks),
                           .bad = bad_count(bad.front().bad->sighting->stats)});
+  for (const std::string& name : others) {
+    add_elsewhere(origin, FactKind::further_weights_bad, name);
+    origin.facts.back().phase = Phase::params_after;
+  }
   add_unknown_gradients(origin, unknown);
   add_gathered_evidence(origin, owners, ranks);
   origin.facts.push_back({.kind = FactKind::update_is_left, .other_ranks = owners.empty()});
@@ -441,8 +480,8 @@ void add_updates(const Findings& seen, Sources& sources) {
     add_norm(incident, *witness, sources);
   } else {
     const std::set<int> unknown = ranks_without_gradients(incident);
-    for (const auto& [key, bad] : seen.in_backward_order(seen.bad(Phase::params_after))) {
-      if (!sources.is_full(Phase::params_after)) add_updated(seen, *bad, unknown, sources);
+    for (const Updated& each : updated_weights(seen)) {
+      if (!sources.is_full(Phase::params_after)) add_updated(seen, each, unknown, sources);
     }
   }
   if (sources.all().empty()) add_losses(incident, sources);
