@@ -13,6 +13,7 @@ RerunOutcome rerun_of(const Incident& incident) {
   bool is_known_everywhere = true;
   for (const RankEvidence& rank : incident.ranks()) {
     const auto& rerun = rank.ledger().rerun;
+    if (outcome.why_not.empty()) outcome.why_not = rank.ledger().no_rerun;
     if (!rerun) continue;
     outcome.done = true;
     not_restored.insert(rerun->not_restored.begin(), rerun->not_restored.end());

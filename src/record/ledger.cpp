@@ -153,6 +153,7 @@ constexpr auto kLedgerFields =
                JsonField("loss_scale", &L::loss_scale), JsonField("absmax", &L::absmax),
                JsonOrNull("absmax_parameter", &L::absmax_parameter),
                JsonAdded(JsonField("weights_finite_after", &L::weights_finite_after)),
+               JsonAdded(JsonOrNull("no_rerun", &L::no_rerun)),
                JsonAdded(JsonField("gradients_left_by", &L::gradients_left_by)),
                JsonAdded(JsonField("framework_skips_update", &L::framework_skips_update)));
 

@@ -6,6 +6,7 @@
 #include "locate/unordered_facts.hpp"
 #include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/report/sentences.hpp"
+#include "report/places.hpp"
 #include "report/words.hpp"
 
 namespace nanlocator::inline report_room {
@@ -210,6 +211,13 @@ std::vector<std::string> argument_names_of(const Origin& origin) {
 
 namespace {
 
+/// "rank 3 = a17:GPU3"; of several only the ranks.
+std::string suspects_of(const Origin& origin) {
+  const bool is_known = origin.coordinates && !origin.coordinates->host.empty() &&
+                        origin.coordinates->world_size > 1;
+  return is_known ? rank_place_of(*origin.coordinates) : ranks_text(origin.candidates);
+}
+
 std::string dtype_of(const Origin& origin) {
   return origin.tensor ? origin.tensor->dtype : "the dtype";
 }
@@ -339,7 +347,7 @@ std::string microbatch_text(const Origin& origin) {
 }
 
 std::string level_up_text(const Origin& origin) {
-  const std::string ranks = ranks_text(origin.candidates);
+  const std::string ranks = suspects_of(origin);
   return "trace the operators of " + ranks + " in " + std::string(name_of(origin.phase)) +
          microbatch_text(origin) +
          (origin.module.empty() ? "" : ", before the output of " + origin.module) +
@@ -353,7 +361,7 @@ std::vector<std::string> stated_steps(const Origin& origin) {
 }
 
 std::vector<std::string> restore_steps(const Origin& origin) {
-  const std::string ranks = ranks_text(origin.candidates);
+  const std::string ranks = suspects_of(origin);
   if (has_fact(origin.facts, FactKind::copies_clean)) {
     const auto damaged = ranks_of_fact(origin, FactKind::copies_clean);
     return {"test the memory and the links of " + ranks_or(damaged, ranks.c_str()) +
@@ -594,7 +602,7 @@ std::string refutation_of(const Origin& origin) {
 }
 
 std::vector<std::string> steps_text(const Origin& origin) {
-  const std::string ranks = ranks_text(origin.candidates);
+  const std::string ranks = suspects_of(origin);
   const std::string operation = forward_operation_of(origin);
   switch (origin.action) {
     case Action::none:

@@ -291,8 +291,10 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   std::vector<std::string> parts = tests_of(verdict, origin);
   if (!open.empty()) parts.push_back(label + open);
   const bool is_open = certainty != ", proven";
-  if (parts.empty() && is_open && !verdict.rerun.done)
-    parts.emplace_back("the step was not executed again");
+  if (parts.empty() && is_open && !verdict.rerun.done) {
+    const std::string& why = verdict.rerun.why_not;
+    parts.push_back("the step was not executed again" + (why.empty() ? why : ", as " + why));
+  }
   std::string text;
   for (const std::string& part : parts) append_item(text, part, "; ");
   return kind + certainty + (text.empty() ? "" : ": " + text);

@@ -309,7 +309,7 @@ void add_trace(const Verdict& verdict, Rows& rows) {
           "NANLOCATOR_LEVEL=operators in the job's environment, from " +
               (file == nullptr ? std::string("the checkpoint") : file->name) + " to " +
               step_text(verdict.iteration) +
-              "; it is slow, stops there, and its block names the line");
+              "; its steps take longer, it stops there, and its block names the line");
   add_row(rows, "if finite", "take the variable out and go on: it happened once");
 }
 

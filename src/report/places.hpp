@@ -9,6 +9,8 @@
 namespace nanlocator::inline report_room {
 
 [[nodiscard]] bool is_gpu(const RankCoordinates& coordinates);
+/// "rank 3 = a17:GPU3"; "rank 3 on a17" without a GPU.
+[[nodiscard]] std::string rank_place_of(const RankCoordinates& coordinates);
 /// "rank 3 = a17:GPU3 and rank 11 = a18:GPU3", or "ranks 0-3".
 [[nodiscard]] std::string ranks_place_of(const Verdict& verdict, const std::vector<int>& ranks);
 /// " on rank 3 = a17:GPU3", " on one of 4 ranks: 0-3"; "" if there is only one.

@@ -64,6 +64,7 @@ constexpr auto json_fields(const RerunOutcome*) {
   using R = RerunOutcome;
   return std::tuple(JsonField("done", &R::done), JsonField("reproduced", &R::reproduced),
                     JsonField("not_restored", &R::not_restored),
+                    JsonAdded(JsonOrNull("why_not", &R::why_not)),
                     JsonAdded(JsonField("variants", &R::variants)));
 }
 

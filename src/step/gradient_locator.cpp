@@ -138,6 +138,10 @@ void GradientLocator::set_gradient_norm(double norm) {
   impl_->gradient_norm = norm;
 }
 
+void GradientLocator::set_no_rerun(std::string why) {
+  impl_->no_rerun = std::move(why);
+}
+
 void GradientLocator::set_gradients_left_by(std::int64_t step) {
   impl_->gradients_left_by = step;
 }

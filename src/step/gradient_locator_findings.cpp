@@ -85,6 +85,7 @@ void GradientLocator::Impl::forget_step() {
   scanner->begin_step();
   gradient_norm.reset();
   gradients_left_by.reset();
+  no_rerun.clear();
   loss_scale.reset();
   framework_skips_update = false;
   notes = standing_notes;
@@ -120,6 +121,7 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   ledger.coordinates = map.coordinates();
   ledger.gradient_norm = gradient_norm;
   ledger.gradients_left_by = gradients_left_by;
+  ledger.no_rerun = no_rerun;
   ledger.loss_scale = loss_scale;
   ledger.framework_skips_update = framework_skips_update;
   ledger.level = name_of(options.level);

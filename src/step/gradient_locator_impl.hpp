@@ -89,6 +89,7 @@ struct GradientLocator::Impl {
   std::int64_t iteration = 0;
   std::optional<double> gradient_norm;
   std::optional<std::int64_t> gradients_left_by;
+  std::string no_rerun;
   std::optional<double> loss_scale;  // only if an overflow lowers it
   bool framework_skips_update = false;
   std::vector<std::string> notes;

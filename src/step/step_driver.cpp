@@ -225,6 +225,7 @@ struct StepDriver::Impl {
     collect_observations();
     bool is_clean_now = false;
     if (can == CanRerun::no_pass && !has_had_pass && !framework->can_trace_later_steps()) {
+      locator.set_no_rerun(why_not);
       locator.add_note("This step could not be executed again: " + why_not);
     } else if (can == CanRerun::yes || framework->can_trace_later_steps()) {
       locator.now_in(Activity::rerun);

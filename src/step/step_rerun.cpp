@@ -806,6 +806,7 @@ bool StepRerun::rerun_or_trace(BadStep bad) {
       bad.can_rerun == CanRerun::weights_have_moved ? "its optimizer has changed the weights"
       : bad.can_rerun == CanRerun::pass_has_ended   ? "its forward and backward had ended"
                                                     : bad.why_no_pass;
+  impl.locator.set_no_rerun(reason);
   impl.locator.add_note("This step cannot be executed again, as " + reason +
                         ": operators are traced for the next " + std::to_string(kMostTracedSteps) +
                         " steps, and a bad one will name its operator.");

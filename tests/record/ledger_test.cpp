@@ -37,6 +37,7 @@ Ledger example_ledger() {
   ledger.gradient_norm = std::numeric_limits<double>::infinity();
   ledger.loss_scale = 1024;
   ledger.gradients_left_by = 11;
+  ledger.no_rerun = "it added to gradients of an earlier step";
   ledger.absmax = 0.1;
   ledger.absmax_parameter = "b";
   ledger.weights_finite_after = 1283;

@@ -101,6 +101,7 @@ struct RerunOutcome {
   bool done = false;
   std::optional<bool> reproduced;  // empty: no re-run, or some rank did not complete it
   std::vector<std::string> not_restored;
+  std::string why_not;                   // the step was not re-run, as a clause; "" if unknown
   std::vector<VariantOutcome> variants;  // deliberate changes in re-runs, and their outcomes
 };
 

@@ -169,6 +169,7 @@ struct Ledger {
   std::optional<std::int64_t> weights_finite_after;
   std::vector<Birth> births;               // in execution order; of the re-run, if one was traced
   std::optional<Rerun> rerun;              // empty: the step was not re-run
+  std::string no_rerun;                    // why it was not, as a clause; "" if that is not known
   std::vector<WeightValue> weight_values;  // answers to another rank's PeerQuestion
   std::vector<CollectiveResult>
       collective_results;  // answers to a PeerQuestion, and the asking rank's own results

@@ -91,6 +91,8 @@ class GradientLocator {
   /// must be the same on all ranks: if it differs, conclude costs its deadline and the verdict is
   /// partial.
   void set_gradient_norm(double norm);
+  /// Why this step is not executed again, as a clause.
+  void set_no_rerun(std::string why);
   /// The earlier step whose bad gradients were still there when this one began.
   void set_gradients_left_by(std::int64_t step);
   /// The factor of this step's gradients (fp16's loss scale); call any time before the next

@@ -148,7 +148,10 @@ class Refinement {
   bool may_make(const Born& each, const Source& source) const {
     const Origin &born = each.origin, &seen = source.origin;
     const bool is_of_weight = born.cause == Cause::bad_weight;
-    if (is_weight(source)) return is_of_weight && have_common(born.candidates, seen.candidates);
+    if (is_weight(source)) {
+      return is_of_weight && (have_common(born.candidates, seen.candidates) ||
+                              is_held_by(seen, born.parameter, born.candidates));
+    }
     if (!source.since) return false;
     if (source.site == Site::gradient && is_bad_again(source) == false) return false;
     const Part part = part_of(born.phase);
@@ -179,6 +182,22 @@ class Refinement {
       return at.dp.size * at.cp.size > 1;
     });
     return seen.phase == Phase::grad_local && !is_reduced ? Part::late : part_of(seen.phase);
+  }
+
+  /// True if the weight is `parameter`, and these ranks have the bad elements from others, or may
+  /// have.
+  static bool is_held_by(const Origin& weight, const std::string& parameter,
+                         const std::vector<int>& ranks) {
+    if (weight.parameter != parameter) return false;
+    std::set<int> holders(weight.candidates.begin(), weight.candidates.end());
+    for (const Fact& fact : weight.facts) {
+      if (fact.kind == FactKind::parameter_bad_before || fact.kind == FactKind::silent_here) {
+        holders.insert(fact.ranks.begin(), fact.ranks.end());
+      } else if (fact.kind == FactKind::gathered_from_owner) {
+        holders.insert(fact.peers.begin(), fact.peers.end());
+      }
+    }
+    return std::ranges::includes(holders, ranks);
   }
 
   bool is_in_replica_of(const Born& each, const Source& source) const {
@@ -225,8 +244,7 @@ class Refinement {
     if (seen.tensor && born.tensor && born.tensor->shape != seen.tensor->shape) {
       born.tensor = seen.tensor;
     }
-    if (has_fact(seen.facts, FactKind::owner_is_left) &&
-        std::ranges::includes(born.candidates, seen.candidates)) {
+    if (has_fact(seen.facts, FactKind::owner_is_left)) {
       born.candidates = seen.candidates;
       born.coordinates = seen.coordinates;
       born.is_on_every_candidate = seen.is_on_every_candidate;
