@@ -305,7 +305,8 @@ std::string further_weights_text(const Fact& fact) {
   const bool is_cut = count_of(fact) > static_cast<std::int64_t>(fact.names.size());
   const bool is_after = fact.phase == Phase::params_after;
   return counted(count_of(fact), "further parameter") + (count_of(fact) == 1 ? " was" : " were") +
-         (is_after ? " bad after the update, too: " : " bad before the pass, too: ") + joined(fact.names, ", ") + (is_cut ? ", ..." : "");
+         (is_after ? " bad after the update, too: " : " bad before the pass, too: ") +
+         joined(fact.names, ", ") + (is_cut ? ", ..." : "");
 }
 
 std::string neighbours_text(const Fact& fact) {
@@ -781,7 +782,8 @@ std::string plain_text(const Fact& fact) {
              ": the sum of squares overflows fp32 (sqrt of its largest number: 1.8e19)";
     case norm_fits:
       return "the largest gradient is " + value_of(fact.value) +
-             ", too small for its square to overflow fp32: a norm that fp16 cannot hold, the norm's "
+             ", too small for its square to overflow fp32: a norm that fp16 cannot hold, the "
+             "norm's "
              "own reduction, or a gradient that was not scanned";
     case only_unseen_replicas_left:
       return "the other replicas' gradients were clean before the collective: only replicas with "
