@@ -282,6 +282,7 @@ void OperatorTrace::begin_pass() {
     std::swap(old_lineage, trace.lineage);
     trace.forward_calls.clear();
     trace.bad_calls.clear();
+    trace.functions.clear();
     trace.custom_nodes.clear();
     trace.roots_of_backward.clear();
     trace.sent_in_forward.clear();

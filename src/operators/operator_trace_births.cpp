@@ -230,6 +230,19 @@ void OperatorTrace::Impl::note(const std::string& text) {
   notes.insert(text);
 }
 
+std::optional<BirthId> OperatorTrace::Impl::birth_of_function(const Frame& node,
+                                                              const std::string& forward_op) {
+  const std::lock_guard lock(mutex);
+  const auto bad = bad_calls.find({node.forward_thread, node.sequence});
+  if (bad == bad_calls.end()) return std::nullopt;
+  const auto is_its_own = [&](BirthId id) {  // and not received in an argument
+    const Birth& birth = births[static_cast<std::size_t>(id)].birth;
+    return birth.kind != BirthKind::literal && is_call_of(birth.sighting.op, forward_op);
+  };
+  const auto own = std::ranges::find_if(bad->second, is_its_own);
+  return own == bad->second.end() ? std::nullopt : std::optional(*own);
+}
+
 BirthId OperatorTrace::Impl::add_birth(TracedBirth birth) {
   const std::lock_guard lock(mutex);
   births.push_back(std::move(birth));
@@ -972,6 +985,9 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     }
   }
   birth.inside = around(location, frames);
+  const auto function = location.node_frame != nullptr && !birth.forward_op.empty()
+                            ? birth_of_function(*location.node_frame, birth.forward_op)
+                            : std::nullopt;
   {
     const std::lock_guard lock(mutex);
     if (births.size() >= kMostBirths) {
@@ -980,6 +996,10 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     }
   }
   const BirthId id = add_birth(std::move(traced));
+  if (function) {
+    const std::lock_guard lock(mutex);
+    functions.emplace(id, *function);
+  }
   if (location.evaluate_frame != nullptr) location.evaluate_frame->hooks.push_back(id);
   pass_on({id});
 }

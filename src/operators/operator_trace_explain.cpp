@@ -5,15 +5,6 @@
 #include "operators/operator_trace_impl.hpp"
 
 namespace nanlocator::inline operators_room {
-namespace {
-
-/// True for "aten::div.Tensor" and "aten::div".
-bool is_call_of(const std::string& op, const std::string& name) {
-  return op == name || (op.starts_with(name) && op[name.size()] == '.');
-}
-
-}  // namespace
-
 BirthIds OperatorTrace::Impl::origins_of_result(const NamedTensor& result, const at::Tensor& values,
                                                 bool is_gradient) {
   if (!is_gradient) return origins_of(values, this_thread_frames(), "explain");
@@ -104,6 +95,23 @@ void OperatorTrace::Impl::blame_forward(ReachedByBirth& reached) const {
   reached = std::move(blamed);
 }
 
+/// A function that is undefined has no derivative: of both, the function is the origin, if the
+/// losses show it.
+void OperatorTrace::Impl::blame_functions(ReachedByBirth& reached) const {
+  for (auto last = reached.end(); last != reached.begin();) {
+    --last;
+    const auto function = functions.find(last->first);
+    const auto known = function != functions.end() ? reached.find(function->second) : reached.end();
+    if (known == reached.end()) continue;
+    for (Reached& each : last->second) {
+      if (std::ranges::find(known->second, each) == known->second.end()) {
+        known->second.push_back(std::move(each));
+      }
+    }
+    last = reached.erase(last);
+  }
+}
+
 Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
                                          std::span<const NamedTensor> gradients) {
   // A value that is first read here, after the pass, is of an unknown position in it.
@@ -161,6 +169,7 @@ Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
 Explanation OperatorTrace::Impl::explanation_of(ReachedByBirth reached, bool are_losses_unknown) {
   const std::lock_guard lock(mutex);
   if (are_losses_unknown) blame_forward(reached);
+  blame_functions(reached);
   std::set<BirthId> reported;
   for (const auto& [id, names] : reached) {
     for (std::optional<int> at = id; at && reported.insert(*at).second;) {

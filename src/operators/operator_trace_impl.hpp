@@ -57,6 +57,11 @@ struct CustomNode {
   std::uint64_t start = 0;  // the trace's clock
 };
 
+/// True for "aten::div.Tensor" and "aten::div".
+[[nodiscard]] inline bool is_call_of(const std::string& op, const std::string& name) {
+  return op == name || (op.starts_with(name) && op[name.size()] == '.');
+}
+
 struct OperatorTrace::Impl {
   explicit Impl(TraceOptions trace_options) : options(std::move(trace_options)) {}
 
@@ -150,6 +155,9 @@ struct OperatorTrace::Impl {
   [[nodiscard]] BirthIds passed_through(const Place& inside, Content content);
   /// Removes births of literals. The caller holds the lock.
   [[nodiscard]] BirthIds without_literals(BirthIds ids) const;
+  /// The birth in the forward call whose derivative the running node computes.
+  [[nodiscard]] std::optional<BirthId> birth_of_function(const Frame& node,
+                                                         const std::string& forward_op);
   BirthId add_birth(TracedBirth birth);
   void locate(Birth& birth, ThreadFrames& frames);
   [[nodiscard]] Place current_place(ThreadFrames& frames);
@@ -178,6 +186,7 @@ struct OperatorTrace::Impl {
                                     std::span<const NamedTensor> gradients);
   using ReachedByBirth = std::map<BirthId, std::vector<Reached>>;
   void blame_forward(ReachedByBirth& reached) const;
+  void blame_functions(ReachedByBirth& reached) const;
   [[nodiscard]] Explanation explanation_of(ReachedByBirth reached, bool are_losses_unknown);
   void follow_roots_of_backward(ReachedByBirth& reached);
   [[nodiscard]] BirthIds without_quiet_literals(BirthIds ids) const;
@@ -209,6 +218,8 @@ struct OperatorTrace::Impl {
   std::unordered_map<std::uint64_t, std::unordered_map<std::int64_t, ForwardCall>> forward_calls;
   /// Births that made outputs of forward calls bad, by (thread, sequence number).
   std::map<std::pair<std::uint64_t, std::int64_t>, BirthIds> bad_calls;
+  /// Of births in derivatives: that in the forward call which they are the derivative of.
+  std::unordered_map<BirthId, BirthId> functions;
   BirthIds roots_of_backward;  // births that made the roots of a backward pass (the losses) bad
   std::vector<CustomNode> custom_nodes;
   std::vector<TracedBirth> births;
