@@ -3,10 +3,10 @@
     python -m nanlocator train.py ARGS...
     NANLOCATOR=1 torchrun --nproc-per-node 8 train.py ARGS...
 
-It notes optimizers when they are constructed. At the first call of a module that has their parameters, it
-watches them and the modules that hold those parameters. For Megatron and DeepSpeed it installs their own
-integrations instead, and it does nothing if the script itself sets up ``LocatingOptimizer``, ``watch`` or the
-Trainer's callback.
+It notes optimizers when they are constructed. At the first call of a module that has their parameters, or at
+the first backward that reaches one of them, it watches them and the modules that hold those parameters. For
+Megatron and DeepSpeed it installs their own integrations instead, and it does nothing if the script itself sets
+up ``LocatingOptimizer``, ``watch`` or the Trainer's callback.
 """
 
 import atexit
@@ -15,6 +15,7 @@ import gc
 import multiprocessing
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def follow_process() -> "Attachment":
 
 class Attachment:
     """Attributes:
-    watch: the present watch; None before the first call of a module that is trained.
+    watch: the present watch; None before a module that is trained is called, or a backward reaches it.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class Attachment:
         self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without their parameters
         self._has_seen_optimizer = False
         self._patches = Patches(__name__)
-        self._waiting = Patches(__name__)  # waits for a call of a module that an optimizer trains
+        self._waiting = Patches(__name__)  # waits for the first use of what an optimizer trains
         self._is_waiting = False
         self._follow_new_optimizers()
         megatron_scripts.follow()
@@ -71,7 +72,7 @@ class Attachment:
         self._patches.wrap(points.OPTIMIZER_INIT, init)
 
     def _wait_for_call(self) -> None:
-        """Waits for a call of a module that an optimizer trains."""
+        """Waits for a call of a module that an optimizer trains, or a backward through its parameters."""
         if self._is_waiting:
             return
         self._is_waiting = True
@@ -91,25 +92,42 @@ class Attachment:
                         return schedule.step(*args, **kwargs)  # the watch has wrapped it now
             return original(schedule, *args, **kwargs)
 
+        def backward(original: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
+            is_training = self._is_waiting and kwargs.get("accumulate_grad", False)
+            if is_training and not self._trained().isdisjoint(_leaves_of(roots)) and self._attach():
+                point = points.RUN_BACKWARD  # the recorder has wrapped it now
+                return getattr(point.find_owner(), point.attribute)(roots, *args, **kwargs)
+            return original(roots, *args, **kwargs)
+
         self._waiting.wrap(points.MODULE_CALL, around)
+        self._waiting.wrap(points.RUN_BACKWARD, backward)
         follow_steps(self._waiting, step)
 
     def _attach_to(self, module: nn.Module) -> bool:
         """Returns whether the module is watched from now on."""
         if module in self._others:
             return False
-        optimizers = [each for each in self._optimizers if not isinstance(each, LocatingOptimizer)]
-        trained = {p for each in optimizers for group in each.param_groups for p in group["params"]}
-        if trained.isdisjoint(held_parameters([module])):
+        if self._trained().isdisjoint(held_parameters([module])):
             self._others.add(module)
             return False
+        return self._attach()
+
+    def _own_optimizers(self) -> list[Optimizer]:
+        return [each for each in self._optimizers if not isinstance(each, LocatingOptimizer)]
+
+    def _trained(self) -> set[torch.Tensor]:
+        return {p for each in self._own_optimizers() for group in each.param_groups for p in group["params"]}
+
+    def _attach(self) -> bool:
+        """Returns whether the program's training is watched from now on."""
+        optimizers, trained = self._own_optimizers(), self._trained()
         self._is_waiting = False
         self._waiting.remove()
         if Driver.number_made > (self.watch is not None):
             return False  # the script has its own scan
         if self.watch is not None:  # another optimizer was constructed since
             self.watch.remove()
-        models = _roots_of(trained)
+        models = _roots_of(trained) or {"": nn.Module()}  # bare parameters
         try:
             self.watch = Watch(models, optimizers, {})
         except (_C.Error, OSError) as error:
@@ -142,6 +160,22 @@ class Attachment:
 
 def _say(text: str) -> None:
     print(f"nanlocator: {rank_prefix()}{text}", file=sys.stderr, flush=True)
+
+
+def _leaves_of(roots: Any) -> Iterator[torch.Tensor]:
+    """The leaves into which a backward from these tensors adds gradients."""
+    tensors = _C.tensors_in(roots)
+    yield from (each for each in tensors if each.grad_fn is None)
+    waiting = [each.grad_fn for each in tensors if each.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
 
 
 def _roots_of(trained: set[torch.Tensor]) -> dict[str, nn.Module]:

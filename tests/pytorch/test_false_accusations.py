@@ -688,6 +688,11 @@ LOOPS = {
         "model = torch.nn.Linear(4, 2); optimizer = torch.optim.Adam(model.parameters())",
         "model.forward(x)",
     ),
+    "parameters in a list": (
+        "weights = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(3)]; "
+        "optimizer = torch.optim.Adam(weights); strange = torch.ones(2, requires_grad=True)",
+        "(strange.square().sum().backward(), torch.linalg.multi_dot([x, *weights]))[1]",
+    ),
     "a bare parameter": (
         "weight = torch.nn.Parameter(torch.randn(4, 2)); optimizer = torch.optim.SGD([weight], lr=0.01)",
         "(x @ weight)",
@@ -696,7 +701,6 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@accuses("nothing: attached to nothing")
 def test_an_optimizer_whose_module_is_never_called_is_watched(name):
     model, output = LOOPS[name]
     Path("train.py").write_text(SCRIPT.format(model=model, output=output))

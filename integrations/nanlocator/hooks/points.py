@@ -176,7 +176,7 @@ MODULE_ZERO_GRAD = _row(
 RUN_BACKWARD = _row(
     "torch.autograd",
     "_engine_run_backward",
-    "loops.recorder",
+    "attach loops.recorder",
     "backward passes, so gradients are scanned when an optimizer steps, and the step cannot be re-run",
 )
 FUNCTION_APPLY = _row(
