@@ -107,10 +107,13 @@ class PlainAdapter(Adapter):
             part.describe(info)
             infos.append(info)
         self.parameters = [(i.name, p.view(p.tensor)) for i, p in zip(infos, self.parts, strict=True)]
-        self.buffers.follow((shown_module(path), module) for path, module in self._named("named_modules"))
+        self.buffers.follow(self.names_of_modules())
         is_reduced = coordinates.dp.size * coordinates.cp.size > 1
         self.gradient_phase = "grad_reduced" if is_reduced else "grad_local"
         return _C.ParameterMap(coordinates, infos)
+
+    def names_of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        return ((shown_module(path), module) for path, module in self._named("named_modules"))
 
     def _parts_by_tensor(
         self, framework: str, parts_of: Callable[[torch.nn.Module], Iterable[Part]]

@@ -48,6 +48,9 @@ class Follower(Protocol):
     def before_other_forward(self) -> None:
         """Before the first call of each module without a watched parameter."""
 
+    def names_of_modules(self) -> Iterable[tuple[str, nn.Module]]:
+        """The watched modules; "" has no name."""
+
     def before_forward(self) -> None:
         """Before a call of a module that has watched parameters."""
 
@@ -92,6 +95,7 @@ class StepRecorder:
         self.has_gradients = False  # gradients were written in this step
         self._obstacle = ""  # why this step cannot be executed again
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] | None = None  # once one is asked for
         self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
         self.evaluation: Evaluation | None = None  # calls belong to it, not to a step
         self.losses: list[torch.Tensor] = []  # losses of this step's backwards, detached
@@ -289,11 +293,18 @@ class StepRecorder:
     def _call_by_operators(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        self._engine.enter_module(_C.ModulePath(class_name(module)))
+        self._engine.enter_module(_C.ModulePath(self._name_of(module)))
         try:
             return original(module, *args, **kwargs)
         finally:
             self._engine.enter_module(None)
+
+    def _name_of(self, module: nn.Module) -> str:
+        if self._names is None:
+            self._names = weakref.WeakKeyDictionary()
+            for name, each in self._follower.names_of_modules():
+                self._names.setdefault(each, name)
+        return self._names.get(module) or class_name(module)
 
     def run_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Autograd's entry: a backward, or ``torch.autograd.grad``."""

@@ -139,6 +139,9 @@ class Watch(Locator):
     def before_other_forward(self) -> None:
         self._adapter.check_parameters()
 
+    def names_of_modules(self) -> Iterable[tuple[str, nn.Module]]:
+        return self._adapter.names_of_modules()
+
     def before_forward(self) -> None:
         self._loop.begin_forward(self._recorder.take_read(), self._recorder.bad_among)
         self._begin()
