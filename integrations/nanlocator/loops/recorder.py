@@ -255,7 +255,7 @@ class StepRecorder:
             output = original(module, *args, **kwargs)
         self._engine.note_weights()  # a forward may write to its own weights (Embedding's max_norm)
         if call is not None:
-            self._engine.add_call(call, given, _C.tensors_in(output))
+            self._engine.add_call(call, given, _results_in(output))
         return output
 
     @contextlib.contextmanager
@@ -571,7 +571,7 @@ class _Call:
             for device, is_enabled, dtype in self._autocast:
                 if is_enabled or torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=is_enabled))
-            return _C.tensors_in(self._run(*args, **kwargs))
+            return _results_in(self._run(*args, **kwargs))
 
 
 class _ModuleCall(_Call):
@@ -805,6 +805,13 @@ def _given(kept: Any, replay: _C.StepReplay, by_reference: set[int]) -> Any:
     copies = dict(zip(map(id, tensors), _C.steady_copies(tensors), strict=True))
     now = _Now(replay)
     return mapped(kept, lambda each: copies.get(id(each), each) if torch.is_tensor(each) else now(each))
+
+
+def _results_in(output: Any) -> list[torch.Tensor]:
+    """Also those in objects of other classes: a distribution's logits."""
+    results = _C.tensors_in(output)
+    known = {id(tensor) for tensor in results}
+    return [*results, *(tensor for tensor in tensors_beside(output) if id(tensor) not in known)]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
