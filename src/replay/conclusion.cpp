@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -16,19 +17,9 @@ double largest_of(const std::string& dtype) {
 }
 
 /// The same bad elements, as far as the stats show.
-bool are_bad_alike(const std::vector<ReplayedOutput>& a, const std::vector<ReplayedOutput>& b) {
-  return std::equal(
-      a.begin(), a.end(), b.begin(), b.end(), [](const ReplayedOutput& x, const ReplayedOutput& y) {
-        return x.stats.nan == y.stats.nan && x.stats.pos_inf == y.stats.pos_inf &&
-               x.stats.neg_inf == y.stats.neg_inf && x.stats.first_bad == y.stats.first_bad;
-      });
-}
-
-bool has_recorded_bits(const ReplayRun& run) {
-  return run.problem.empty() &&
-         std::none_of(run.outputs.begin(), run.outputs.end(), [](const ReplayedOutput& output) {
-           return output.equals_recorded.has_value() && !*output.equals_recorded;
-         });
+bool are_bad_alike(const ReplayedOutput& a, const ReplayedOutput& b) {
+  return a.stats.nan == b.stats.nan && a.stats.pos_inf == b.stats.pos_inf &&
+         a.stats.neg_inf == b.stats.neg_inf && a.stats.first_bad == b.stats.first_bad;
 }
 
 class Conclusion {
@@ -50,14 +41,14 @@ class Conclusion {
       return;
     }
     report_.is_bit_exact = std::ranges::all_of(
-        recorded_runs_, [](const ReplayRun* run) { return has_recorded_bits(*run); });
+        recorded_runs_, [&](const ReplayRun* run) { return has_recorded_bits(*run); });
     const bool is_repeated = std::ranges::all_of(recorded_runs_, [&](const ReplayRun* run) {
-      return are_bad_alike(run->outputs, report_.recorded);
+      return are_as(run->outputs, report_.recorded);
     });
     add(is_repeated ? repeated : not_repeated);
     const auto* poisoned = good_run(ReplayVariant::poisoned);
     const bool reads_unwritten =
-        poisoned != nullptr && !are_bad_alike(poisoned->outputs, recorded_runs_[0]->outputs);
+        poisoned != nullptr && !are_as(poisoned->outputs, recorded_runs_[0]->outputs);
     if (reads_unwritten) add(reads_unwritten_memory);
     if (!is_repeated || reads_unwritten) {
       report_.conclusion = ReplayConclusion::varies;
@@ -69,6 +60,34 @@ class Conclusion {
   }
 
  private:
+  /// The first bad output; none if all are finite. Others may have parts that the operator leaves
+  /// unwritten (the alphas that a CTC loss keeps for its derivative).
+  std::optional<std::size_t> first_bad() const {
+    const auto bad = std::ranges::find_if(report_.recorded,
+                                          [](const ReplayedOutput& each) { return is_bad(each); });
+    if (bad == report_.recorded.end()) return std::nullopt;
+    return static_cast<std::size_t>(bad - report_.recorded.begin());
+  }
+
+  bool are_as(const std::vector<ReplayedOutput>& outputs,
+              const std::vector<ReplayedOutput>& others) const {
+    const auto bad = first_bad();
+    if (bad && *bad < outputs.size() && *bad < others.size()) {
+      return are_bad_alike(outputs[*bad], others[*bad]);
+    }
+    return std::ranges::equal(outputs, others, are_bad_alike);
+  }
+
+  bool has_recorded_bits(const ReplayRun& run) const {
+    const auto is_other = [](const ReplayedOutput& output) {
+      return output.equals_recorded == false;
+    };
+    const auto bad = first_bad();
+    if (bad && *bad < run.outputs.size())
+      return run.problem.empty() && !is_other(run.outputs[*bad]);
+    return run.problem.empty() && std::ranges::none_of(run.outputs, is_other);
+  }
+
   void add(ReplayEvidence evidence) { report_.evidence.push_back(evidence); }
 
   /// The run of a variant, if it was executed.
@@ -78,9 +97,7 @@ class Conclusion {
   }
 
   ReplayConclusion of_deterministic() {
-    const auto bad = static_cast<std::size_t>(
-        std::ranges::find_if(report_.recorded, [](const auto& each) { return is_bad(each); }) -
-        report_.recorded.begin());
+    const std::size_t bad = first_bad().value();
     const auto& recorded = report_.recorded[bad];
     report_.judged = bad;
     const auto* wide = good_run(ReplayVariant::float64);
@@ -155,24 +172,36 @@ class Conclusion {
   }
 
   /// log 0, 1/0, rsqrt 0, 0 to a negative power; atanh 1, log1p -1, erfinv 1: the poles of
-  /// pointwise functions that training meets are at zero, or at numbers of ordinary size.
+  /// pointwise functions that training meets are at zero, or at numbers of ordinary size. Others
+  /// return infinity for what is impossible: a CTC loss for labels that do not fit.
   bool is_at_pole() const {
+    if (!evidence_.is_pointwise) return are_inputs_too_small_for_float64();
     const auto& inputs = report_.inputs_at_first_bad;
-    if (!evidence_.is_pointwise || inputs.empty()) return false;
+    if (inputs.empty()) return false;
     const auto is_zero = [](const ReplayedInput& input) { return input.value == 0; };
-    return std::ranges::any_of(inputs, is_zero) || has_too_small_inputs_for_float64();
+    return std::ranges::any_of(inputs, is_zero) || are_values_too_small_for_float64();
   }
 
   /// Of such numbers, even exp(100) and 100 to the power of 100 are finite in float64.
-  bool has_too_small_inputs_for_float64() const {
-    constexpr double kSmallest = 1e-3;
-    constexpr double kLargest = 100;
-    const bool was_wide = report_.wider == ReplayVariant::float64 ||
-                          report_.recorded[report_.judged].dtype == "float64";
-    return was_wide && evidence_.largest_number <= kLargest &&
+  static constexpr double kSmallest = 1e-3, kLargest = 100;
+
+  bool was_wide() const {
+    return report_.wider == ReplayVariant::float64 ||
+           report_.recorded[report_.judged].dtype == "float64";
+  }
+
+  bool are_values_too_small_for_float64() const {
+    return was_wide() && evidence_.largest_number <= kLargest &&
            std::ranges::all_of(report_.inputs_at_first_bad, [&](const ReplayedInput& input) {
              return std::abs(input.value) >= kSmallest && std::abs(input.value) <= kLargest;
            });
+  }
+
+  /// Neither do sums of any number of their products.
+  bool are_inputs_too_small_for_float64() const {
+    return was_wide() && !evidence_.has_powers && !evidence_.inputs.empty() &&
+           std::ranges::all_of(evidence_.inputs,
+                               [&](const TensorStats& input) { return input.absmax <= kLargest; });
   }
 
   ReplayReport& report_;

@@ -14,6 +14,7 @@ struct ConclusionEvidence {
   std::vector<TensorStats> inputs;  // of every floating-point tensor among the arguments
   double largest_number = 0;        // among the arguments that are numbers
   bool is_custom = false;     // the operator is not PyTorch's, so its correct result is unknown
+  bool has_powers = false;    // it multiplies elements of a tensor, or raises them to a power
   bool is_pointwise = false;  // each output element depends on one element of each input
 };
 

@@ -202,6 +202,16 @@ std::string why_too_large(const Work& work, const ReplayOptions& options) {
   return work.bytes > most_bytes ? exceeds(work.bytes, most_bytes, "bytes") : "";
 }
 
+/// Those that multiply many elements of one tensor, or raise them to a power.
+bool has_powers(std::string_view name) {
+  constexpr std::array<std::string_view, 7> kParts = {
+      "prod", "det", "matrix_power", "matrix_exp", "pow", "multi_dot", "vector_norm"};
+  if (name.find("logdet") != std::string_view::npos) return false;  // of a singular matrix: -Inf
+  return name == "aten::norm" || std::ranges::any_of(kParts, [&](std::string_view part) {
+           return name.find(part) != std::string_view::npos;
+         });
+}
+
 }  // namespace
 
 ReplayReport replay(const OperatorCall& recorded_call, const ReplayOptions& options) {
@@ -282,6 +292,7 @@ ReplayReport replay(const OperatorCall& recorded_call, const ReplayOptions& opti
 
   const std::string_view name = call.name.name;
   evidence.is_custom = !name.starts_with("aten::") && !name.starts_with("prims::");
+  evidence.has_powers = has_powers(name);
   evidence.is_pointwise = facts.handle.hasTag(at::Tag::pointwise);
   conclude(report, evidence);
   report.sentences = sentences_of(report);

@@ -330,7 +330,6 @@ def test_a_pole_is_no_overflow(name):
     assert (origin["operator"], origin["cause"]) == (f"aten::{name}", "operator_undefined")
 
 
-@accuses("numbers that are too large: operator_overflow")
 def test_a_ctc_loss_without_an_alignment_is_no_overflow():
     model = nn.Linear(4, 5)
 
@@ -341,6 +340,25 @@ def test_a_ctc_loss_without_an_alignment_is_no_overflow():
     verdict = verdict_of(model, loss_of)
     assert verdict["rerun"]["reproduced"] is True
     assert the_origin(verdict)["cause"] == "operator_undefined"
+
+
+def test_a_ctc_loss_of_labels_that_repeat_too_often_is_no_overflow():
+    model = nn.Linear(4, 300)
+
+    def loss_of(_):
+        scores = model(torch.randn(40, 3, 4)).log_softmax(-1)
+        labels = torch.tensor([[7] * 30, [7, 8] * 15, [7] * 30])  # a blank between equal labels
+        lengths = torch.full((3,), 40), torch.tensor([20, 30, 30])
+        return F.ctc_loss(scores, labels, *lengths, blank=299)
+
+    origin = the_origin(verdict_of(model, loss_of))
+    assert (origin["operator"], origin["cause"]) == ("aten::_ctc_loss", "operator_undefined")
+
+
+def test_a_product_of_ordinary_numbers_overflows():
+    model = nn.Linear(4, 1)
+    origin = the_origin(verdict_of(model, lambda _: (50 + model(torch.zeros(400, 4))).prod()))
+    assert (origin["operator"], origin["cause"]) == ("aten::prod", "operator_overflow")
 
 
 def generalised_intersection_over_union(model, _):
