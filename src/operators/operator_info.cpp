@@ -35,6 +35,10 @@ constexpr auto kFillers = std::to_array<std::string_view>(
      "aten::new_full", "aten::fill", "aten::zero", "aten::_efficientzerotensor",
      "aten::_foreach_zero_"});
 
+/// Composites that call kernels off the dispatcher, too (mkldnn_convolution_transpose in
+/// aten/src/ATen/native/Convolution.cpp).
+constexpr auto kComputing = std::to_array<std::string_view>({"aten::_convolution"});
+
 constexpr auto kTellers =
     std::to_array<std::string_view>({"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero",
                                      "aten::equal", "aten::allclose"});
@@ -110,7 +114,7 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
   info->is_lift_fresh = name == "aten::lift_fresh";
   info->tells_host = is_one_of(name, kTellers);
   info->scalars_are_values = !scalars_steer_only(name);
-  info->is_composite = is_composite(handle);
+  info->is_composite = is_composite(handle) && !is_one_of(name, kComputing);
   const bool draws_finite_values = name == "aten::bernoulli_" || name == "aten::random_";
   // A composite's bad output was born in an operator inside it. But a custom composite may compute
   // itself: torch.library.custom_op registers all as CompositeExplicitAutograd.

@@ -229,14 +229,17 @@ def scatter_reduce(x):
     return torch.zeros(4, 8, 4).scatter_reduce(-1, index, x, "mean", include_self=False)
 
 
-LOST = accuses("only the operator behind it: a call that was not followed")
 FOLLOWING = {
     "mse_loss": (lambda x: F.mse_loss(x, torch.zeros_like(x)), ()),
     "smooth_l1_loss": (lambda x: F.smooth_l1_loss(x, torch.zeros_like(x)), ()),
     "scatter_reduce": (scatter_reduce, ()),
     "huber_loss": (lambda x: F.huber_loss(x, torch.zeros_like(x)), ()),
     "matrix_exp": (lambda x: torch.matrix_exp(0.01 * x[:, :, :8]), ()),
-    "conv_transpose": (lambda x: F.conv_transpose2d(image(x), torch.ones(2, 4, 3, 3), stride=2), LOST),
+    "conv_transpose": (lambda x: F.conv_transpose2d(image(x), torch.ones(2, 4, 3, 3), stride=2), ()),
+    "conv_transpose3d": (
+        lambda x: F.conv_transpose3d(x.reshape(4, 2, 4, 4, 4), torch.ones(2, 3, 2, 2, 2)),
+        (),
+    ),
     "rfft": (lambda x: torch.fft.rfft(x).abs(), ()),
     "stft": (stft, ()),
     "interpolate": (lambda x: F.interpolate(image(x), scale_factor=2, mode="bilinear"), ()),
@@ -262,6 +265,13 @@ def test_an_operator_that_is_given_a_nan_is_no_origin_beside_its_birth(name):
         model = AfterLog(FOLLOWING[name][0])
         origin = the_origin(verdict_of(model, lambda _, of=model: of(torch.randn(4, 8, 16)).float().sum()))
         assert (origin["cause"], origin["operator"]) == ("operator_undefined", "aten::log")
+
+
+def test_a_transposed_convolution_that_overflows_is_the_origin():
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ConvTranspose2d(2, 4, 3, stride=2))
+    nn.init.constant_(model[1].weight, 3e38)
+    origin = the_origin(verdict_of(model, lambda _: model(torch.full((1, 2, 8, 8), 10.0)).sum()))
+    assert (origin["phase"], origin["module"], origin["cause"]) == ("forward", "1", "operator_overflow")
 
 
 def test_a_convolution_that_is_given_a_nan_gradient_is_no_origin_beside_its_birth():
