@@ -122,7 +122,8 @@ class ThreadFrames {
   ModulePath last_module = nullptr;          // owner of the last used parameter, if none is entered
   std::optional<int> microbatch_of_modules;  // the one at the last operator inside a module
   std::shared_ptr<const Place> last_custom_node;
-  std::uint64_t pass = 0;          // of the two above
+  std::uint64_t last_custom_start = 0, last_custom_end = 0;  // of that node, by the trace's clock
+  std::uint64_t pass = 0;                                    // of those above
   std::size_t backward_depth = 0;  // number of running nodes and evaluate_functions
 
  private:

@@ -627,7 +627,8 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
     birth.inside = inside.frame.empty() ? inside.module : inside.frame;
     birth.custom_function = inside.custom_function;
     if (inside.caller.user.code != nullptr) read_code(birth, inside.caller);
-    if (!inside.module.empty()) {
+    // The reader's module is not that of a function in the loss.
+    if (!inside.module.empty() || (inside.is_backward && !inside.custom_function.empty())) {
       birth.sighting.module = inside.module;
       birth.is_module_inferred = inside.is_module_inferred;
     }

@@ -442,6 +442,11 @@ void OperatorTrace::Impl::start_node(const at::RecordFunction& call, Frame& fram
     for (const auto& input : call.inputs()) {
       if (!input.isTensor() || !is_plainly_observable(input.toTensor())) continue;
       lineage.note_foreign(input.toTensor(), frames.last_custom_node);
+      // What that node wrote by operators, it may have written to in other ways, too.
+      const std::uint64_t written = lineage.last_write_of(input.toTensor()).clock;
+      if (frames.last_custom_start < written && written <= frames.last_custom_end) {
+        lineage.note_touch(input.toTensor(), frames.last_custom_node);
+      }
     }
   }
   if (frame.is_custom) {
@@ -505,6 +510,8 @@ static Frame* custom_frame_around(ThreadFrames& frames) {
 void OperatorTrace::Impl::finish_node(Frame& frame, ThreadFrames& frames) {
   if (frame.is_custom) {
     frames.last_custom_node = std::make_shared<const Place>(current_place(frames));
+    frames.last_custom_start = frame.start;
+    frames.last_custom_end = clock.load(std::memory_order_relaxed);
     const std::lock_guard lock(mutex);
     custom_nodes.push_back({.place = frames.last_custom_node,
                             .parameters = frame.given->parameters,

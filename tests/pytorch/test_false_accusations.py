@@ -310,13 +310,45 @@ class Spoiling(nn.Module):
 
 @pytest.mark.host
 @pytest.mark.parametrize("place", ["in a module", "in the loss"])
-@accuses("the module whose backward reads it: memory_corruption behind aten::clone")
 def test_a_gradient_that_a_function_spoils_is_not_of_the_module_that_reads_it(place):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     spoiling = Spoiling() if place == "in a module" else SpoilsItsGradient.apply
     origin = the_origin(verdict_of(model, lambda _: spoiling(model(torch.ones(2, 4))).square().mean()))
     assert (origin["phase"], origin["operator"]) == ("backward", "SpoilsItsGradientBackward")
     assert origin["forward_operator"] == "SpoilsItsGradient" and origin["module"] in (None, "Spoiling")
+
+
+class SpoilsOneOfTwo(torch.autograd.Function):
+    """Multiplies; in backward an operator writes both gradients, and other code a NaN into one of them."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        both = torch.stack((gradient * y, gradient * x))
+        ctypes.c_float.from_address(both[1].data_ptr()).value = math.nan
+        return both[0], both[1]
+
+
+class TwoBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(SpoilsOneOfTwo.apply(self.left(x).sigmoid(), self.right(x).sigmoid()))
+
+
+@pytest.mark.host
+def test_one_of_several_gradients_that_a_function_spoils_is_its_own():
+    model = TwoBranches()
+    origin = the_origin(verdict_of(model, lambda _: model(torch.ones(2, 4)).square().mean()))
+    assert (origin["operator"], origin["module"]) == ("SpoilsOneOfTwoBackward", "TwoBranches")
+    assert origin["cause"] != "memory_corruption"
 
 
 # ---- kinds of causes ---------------------------------------------------------------------------------
