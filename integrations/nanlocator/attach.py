@@ -5,8 +5,8 @@
 
 It notes optimizers when they are constructed. At the first call of a module that has their parameters, or at
 the first backward that reaches one of them, it watches them and the modules that hold those parameters. For
-Megatron and DeepSpeed it installs their own integrations instead, and it does nothing if the script itself sets
-up ``LocatingOptimizer``, ``watch`` or the Trainer's callback.
+Megatron and DeepSpeed it installs their own integrations instead, and it does nothing if the script itself
+sets up ``LocatingOptimizer``, ``watch`` or the Trainer's callback.
 """
 
 import atexit

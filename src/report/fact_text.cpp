@@ -783,8 +783,7 @@ std::string plain_text(const Fact& fact) {
     case norm_fits:
       return "the largest gradient is " + value_of(fact.value) +
              ", too small for its square to overflow fp32: a norm that fp16 cannot hold, the "
-             "norm's "
-             "own reduction, or a gradient that was not scanned";
+             "norm's own reduction, or a gradient that was not scanned";
     case only_unseen_replicas_left:
       return "the other replicas' gradients were clean before the collective: only replicas with "
              "a rank that did not say are left";
