@@ -98,6 +98,7 @@ struct Kept {
     std::set<std::string> names;
   };
   Of bad, finite_moments, finite_copies;
+  std::optional<Fact> undefined;  // a learning rate or epsilon of which any update makes NaN
 
   Of& of(const OptimizerState& state) {
     if (!state.stats.is_finite()) return bad;
@@ -106,12 +107,34 @@ struct Kept {
   }
 };
 
+/// A learning rate that is not finite; an epsilon of 0, where a second moment is 0.
+std::optional<Fact> undefined_update(const RankEvidence& rank, std::int64_t parameter) {
+  const auto find = [&](std::string_view name) -> const TensorStats* {
+    for (const OptimizerState& state : rank.ledger().optimizer_states) {
+      if (state.parameter == parameter && state.name == name) return &state.stats;
+    }
+    return nullptr;
+  };
+  Fact fact{.kind = FactKind::update_undefined, .ranks = {rank.rank()}};
+  const TensorStats *rate = find("lr"), *epsilon = find("eps"), *moment = find("exp_avg_sq");
+  if (rate != nullptr && !rate->is_finite()) {
+    fact.op = "lr";
+    return fact;
+  }
+  const bool is_zero_over_zero =
+      epsilon != nullptr && epsilon->zeros > 0 && moment != nullptr && moment->zeros > 0;
+  if (!is_zero_over_zero) return std::nullopt;
+  fact.op = "eps";
+  return fact;
+}
+
 void add_kept(const RankEvidence& rank, const ParameterRecord& parameter, const TensorStats& weight,
               Kept& kept) {
   // A shard says nothing about elements outside it.
   if (parameter.shard && !parameter.shard->contains(weight.first_bad)) return;
   for (const OptimizerState& state : rank.ledger().optimizer_states) {
-    if (state.parameter != parameter.id) continue;
+    const bool is_number = state.name == "lr" || state.name == "eps";
+    if (state.parameter != parameter.id || is_number) continue;
     auto& kind = kept.of(state);
     kind.names.insert(state.name);
     kind.ranks.insert(rank.rank());
@@ -136,8 +159,13 @@ void add_update(const Findings& findings, Origin& origin) {
         position ? rank->find_bad(Phase::params_before, *position) : nullptr;
     if (bad == nullptr) continue;
     add_kept(*rank, rank->parameter(*position), bad->sighting->stats, kept);
+    if (!kept.undefined) kept.undefined = undefined_update(*rank, rank->parameter(*position).id);
     finite_after = rank->ledger().weights_finite_after;  // the same on all ranks
     was_finite = finite_after && *finite_after + 1 == rank->ledger().iteration;
+  }
+  if (kept.undefined) {
+    kept.undefined->dtype = origin.tensor ? origin.tensor->dtype : "";
+    origin.facts.push_back(*std::move(kept.undefined));
   }
   add_fact(FactKind::optimizer_state_bad, kept.bad, origin);
   add_fact(FactKind::optimizer_copy_finite, kept.finite_copies, origin);

@@ -129,6 +129,7 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        false,
        {checkpoint, last_update, memory},
        {{restore_copy, was_damaged_later},
+        {check_update, has<F::update_undefined>},
         {reset_optimizer_state, has<F::optimizer_state_bad>},
         {check_owner_of_shard, has<F::owner_is_left>},
         {check_checkpoint, always}}},
@@ -388,6 +389,9 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
     }
     return {Suspect::memory, Suspect::writer};
   }
+  if (origin.cause == Cause::bad_weight && has<FactKind::update_undefined>(origin)) {
+    return {};
+  }
   if (origin.cause == Cause::bad_weight && has<FactKind::optimizer_state_bad>(origin)) {
     return {Suspect::last_update, Suspect::checkpoint};
   }
@@ -435,6 +439,7 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
     return Confidence::medium;
   }
   if (origin.detail == Detail::custom_code) return Confidence::medium;
+  if (has<FactKind::update_undefined>(origin)) return Confidence::medium;
   if (origin.cause == Cause::race && is_of_timing(origin) &&
       (is_beside<Concurrent::transfer>(origin) || is_beside<Concurrent::thread>(origin) ||
        is_beside<Concurrent::stream>(origin))) {

@@ -66,6 +66,9 @@ Proposal if_it_comes_again(const Origin& origin, bool is_again) {
 }
 
 Proposal proposal_for_stored_value(const Origin& origin) {
+  if (shows<FactKind::update_undefined>(origin)) {
+    return {DecisionKind::do_not_restart, Owner::model_author};
+  }
   return {DecisionKind::older_checkpoint,
           shows<FactKind::copies_clean>(origin) ? Owner::cluster_operator : Owner::model_author};
 }
@@ -250,6 +253,7 @@ bool is_of_weight(FactKind kind) {
     case FactKind::collective_changed:
     case FactKind::climbed:
     case FactKind::gradients_left:
+    case FactKind::update_undefined:
     case FactKind::missing_operator:
       return true;
     default:

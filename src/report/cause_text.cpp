@@ -213,8 +213,8 @@ namespace {
 
 /// "rank 3 = a17:GPU3"; of several only the ranks.
 std::string suspects_of(const Origin& origin) {
-  const bool is_known = origin.coordinates && !origin.coordinates->host.empty() &&
-                        origin.coordinates->world_size > 1;
+  const bool is_known =
+      origin.coordinates && !origin.coordinates->host.empty() && origin.coordinates->world_size > 1;
   return is_known ? rank_place_of(*origin.coordinates) : ranks_text(origin.candidates);
 }
 
@@ -818,6 +818,12 @@ std::vector<std::string> steps_text(const Origin& origin) {
                     with_operands(origin) +
                     ": its update adds squares, so the state was bad before this step",
                 "check that moment in the checkpoint before you restart from it"};
+      }
+      if (const Fact* const made = find_fact(origin.facts, FactKind::update_undefined)) {
+        if (made->op == "lr") return {"correct what sets the learning rate of this parameter"};
+        return {"give the optimizer an epsilon that " + made->dtype +
+                " can hold (Adam's 1e-8 is 0 in float16, 1e-4 is not), or keep its state and the "
+                "weights that it updates in float32"};
       }
       return {
           "look at the optimizer's state of this parameter (second moment), its epsilon and "

@@ -583,7 +583,9 @@ std::string plain_text(const Fact& fact) {
     case last_seen_in:
       return "it was last seen in module " + fact.module;
     case module_inferred:
-      return "no module was entered: " + fact.module + " is the one whose parameter was used last";
+      return "no module was entered: " +
+             (fact.module.empty() ? std::string("the model") : fact.module) +
+             " is the one whose parameter was used last";
     case called_in_framework:
       return "called in the framework at " +
              (fact.code ? code_text(*fact.code) : "an unknown line");
@@ -652,6 +654,10 @@ std::string plain_text(const Fact& fact) {
       return "the gradients of step " + counted(fact.step.value_or(0)) +
              ", which were NaN or Inf, were still there when this step began, and its backward "
              "added to them";
+    case update_undefined:
+      return fact.op == "lr" ? "the optimizer's learning rate of it is NaN or Inf"
+                             : "the optimizer's epsilon of it is 0 in " + fact.dtype +
+                                   ": where the second moment is 0, too, its update is 0 / 0";
     case optimizer_copy_finite:
       return "the optimizer's own copy of it (" + joined(fact.names) + ") on " +
              ranks_text(fact.ranks) + " is finite";

@@ -172,8 +172,33 @@ bool was_there(const Origin& origin) {
 
 /// Values that the job stores: who made them is open.
 bool is_stored(const Origin& origin) {
+  if (has_fact(origin.facts, FactKind::update_undefined)) return false;
   return was_there(origin) && origin.cause != Cause::bad_input &&
          (origin.cause != Cause::bad_buffer || !origin.parameter.empty());
+}
+
+/// Found by executing the step again in another way, not as it was.
+bool is_shown_by_variants(const Origin& origin) {
+  return origin.cause == Cause::race || origin.cause == Cause::uninitialised_memory ||
+         origin.cause == Cause::compiled_region;
+}
+
+/// "" for an outcome that says nothing about the cause.
+std::string outcome_of_variant(const Fact& fact) {
+  const bool is_bad = fact.kind == FactKind::variant_bad;
+  const auto is_of = [&](RerunVariant variant) { return fact.variant == name_of(variant); };
+  if (is_of(RerunVariant::constant_memory) && !is_bad)
+    return "finite with new memory filled with 1";
+  if (is_of(RerunVariant::nan_memory) && is_bad) return "bad with new memory filled with NaN";
+  if (is_of(RerunVariant::eager) && !is_bad) return "finite without torch.compile";
+  if (is_of(RerunVariant::compiled) && is_bad) return "bad again with it";
+  if (is_of(RerunVariant::serialised) && !is_bad) {
+    return "finite when each transfer and each operator is waited for";
+  }
+  if (is_of(RerunVariant::reordered)) {
+    return std::string(is_bad ? "bad" : "finite") + " when the two lines run in the other order";
+  }
+  return "";
 }
 
 /// The tests that the cause has passed, in few words; the most telling first.
@@ -183,10 +208,21 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
   const std::string machine = same_machine(verdict, origin);
   for (const Fact& fact : ordered_facts(origin)) {
     // A re-run of values that were there before says nothing: it starts from them.
-    if (was_there(origin) && fact.kind != FactKind::copies_clean) continue;
+    const bool is_of_before =
+        fact.kind == FactKind::copies_clean || fact.kind == FactKind::update_undefined;
+    if (was_there(origin) && !is_of_before) continue;
+    const bool is_of_variants = is_shown_by_variants(origin);
     switch (fact.kind) {
+      case FactKind::variant_bad:
+      case FactKind::variant_finite:
+        if (std::string outcome = is_of_variants ? outcome_of_variant(fact) : "";
+            !outcome.empty()) {
+          tests.push_back(std::move(outcome));
+        }
+        break;
       case FactKind::rerun_identical:
-        tests.push_back("the same came back, bit for bit, in a re-run on " + machine);
+        if (!is_of_variants)
+          tests.push_back("the same came back, bit for bit, in a re-run on " + machine);
         break;
       case FactKind::rerun_differs:
         tests.push_back("it came back in a re-run on " + machine);
@@ -214,6 +250,9 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
         break;
       case FactKind::peers_finite:
         tests.push_back(ranks_text(fact.peers) + " executed the same call and got finite values");
+        break;
+      case FactKind::update_undefined:
+        tests.push_back(fact_text(fact));
         break;
       case FactKind::gradients_left:
         tests.emplace_back("they were there before its backward");
@@ -393,15 +432,14 @@ std::vector<std::string> reasons_of(const Origin& origin) {
       FactKind::same_on_ranks,   FactKind::values_at_first_bad,  FactKind::input,
       FactKind::reached,         FactKind::derivative_of,        FactKind::copies_clean,
       FactKind::peers_finite,    FactKind::members_got_the_same, FactKind::called_in_framework,
-      FactKind::control_clean,   FactKind::stated_action};
+      FactKind::control_clean,   FactKind::stated_action,        FactKind::update_undefined};
   std::vector<std::string> reasons;
   for (const Fact& fact : ordered_facts(origin)) {
     const int place = place_of(fact);
-    const bool is_of_other_variant =
+    const bool is_said_or_other =
         (fact.kind == FactKind::variant_bad || fact.kind == FactKind::variant_finite) &&
-        origin.cause != Cause::compiled_region && origin.cause != Cause::uninitialised_memory &&
-        origin.cause != Cause::race;
-    const bool is_left_out = is_of_other_variant || place == 0 || place > 4 ||
+        (!is_shown_by_variants(origin) || !outcome_of_variant(fact).empty());
+    const bool is_left_out = is_said_or_other || place == 0 || place > 4 ||
                              fact.source != FactSource::origin ||
                              std::ranges::count(kLeftOut, fact.kind) > 0;
     if (!is_left_out && reasons.size() < kMost) reasons.push_back(fact_text(fact));

@@ -568,6 +568,52 @@ def test_a_group_with_a_bad_weight_decay_is_one_origin_and_names_no_weight_of_an
 # ---- what happened before, or is never looked at -----------------------------------------------------
 
 
+def test_an_epsilon_that_is_zero_in_the_weights_dtype_is_named_and_no_restart_is_advised():
+    embedding = nn.Embedding(10, 4).half()
+    optimizer = torch.optim.Adam(embedding.parameters(), lr=1e-3)
+    verdict = verdict_of(
+        embedding,
+        lambda step: embedding(torch.tensor([1, 2 + step])).float().square().mean(),
+        optimizer=optimizer,
+    )
+    assert verdict["decision"]["kind"] == "DO_NOT_RESTART"
+    assert "checkpoint" not in the_origin(verdict)["alternatives"]
+    assert any("epsilon of it is 0 in float16" in each for each in the_origin(verdict)["evidence"])
+
+
+def test_a_learning_rate_that_stays_nan_is_named():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=math.nan)
+    verdict = verdict_of(model, lambda _: model(torch.ones(2, 4)).square().mean(), optimizer=optimizer)
+    assert verdict["decision"]["kind"] == "DO_NOT_RESTART"
+    assert any("learning rate of it is NaN" in each for each in the_origin(verdict)["evidence"])
+
+
+class Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        weights = logits.softmax(-1)
+        ctx.save_for_backward(weights, logits)
+        return -(weights * logits).sum(-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weights, logits = ctx.saved_tensors
+        return -gradient.unsqueeze(-1) * weights * logits
+
+
+def test_an_infinity_that_was_put_there_is_no_fault_of_the_function_that_is_given_it():
+    model = nn.Linear(4, 6)
+    mask = torch.arange(6) >= 5
+    verdict = verdict_of(
+        model, lambda _: Masked.apply(model(torch.ones(2, 4)).masked_fill(mask, -math.inf)).mean()
+    )
+    origin = the_origin(verdict)
+    assert origin["detail"] == "from_infinity"
+    assert verdict["narrative"]["code"] == "inf_operand"
+    assert "finite inputs" not in " ".join(origin["evidence"])
+
+
 def test_a_weight_that_was_never_right_is_not_laid_to_an_update():
     model = nn.Linear(4, 1)
     nn.init.constant_(model.weight, math.nan)
@@ -619,7 +665,8 @@ def test_gradients_that_a_caught_error_left_behind_are_no_data_of_the_next_step(
             verdicts.append(error.verdict)
     watch.remove()
     assert the_origin(verdicts[0])["operator"] == "aten::log"
-    assert all(the_origin(each)["cause"] != "bad_input" for each in verdicts[1:])
+    assert [the_origin(each)["cause"] for each in verdicts[1:]] == ["left_gradients"] * 3
+    assert all("step 2" in the_origin(each)["evidence"][0] for each in verdicts[1:])
 
 
 class Policy(nn.Module):

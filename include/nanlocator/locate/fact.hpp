@@ -125,6 +125,7 @@ namespace nanlocator::inline locate_room {
   FACT(copies_not_scanned)                                                    \
   FACT(optimizer_state_bad)                                                   \
   FACT(gradients_left)                                                        \
+  FACT(update_undefined)                                                      \
   FACT(optimizer_copy_finite)                                                 \
   FACT(optimizer_state_finite)                                                \
   FACT(finite_after_update)                                                   \

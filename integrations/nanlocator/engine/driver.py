@@ -381,3 +381,15 @@ def state_tensors(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
         for name, value in state.items()
         if name != "step" and isinstance(value, torch.Tensor) and value.shape == parameter.shape
     ]
+
+
+def state_numbers(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Named:
+    """The learning rate and the epsilon with which the optimizer updates ``parameter``, in its dtype: an
+    epsilon of 1e-8 is 0 in float16."""
+    groups = [group for group in optimizer.param_groups if any(each is parameter for each in group["params"])]
+    return [
+        (name, torch.as_tensor(float(group[name])).to(parameter.dtype))
+        for group in groups
+        for name in ("lr", "eps")
+        if isinstance(group.get(name), (float, int, torch.Tensor))
+    ]

@@ -28,6 +28,7 @@ from nanlocator.engine.driver import (
     OptimizerTensors,
     Pass,
     Views,
+    state_numbers,
     state_tensors,
 )
 from nanlocator.engine.this_rank import device_description, dtype_name, is_distributed
@@ -155,13 +156,18 @@ class PlainAdapter(Adapter):
         return list(range(len(self.parts))), [part.view(part.tensor) for part in self.parts]
 
     def optimizer_state(self, ids: list[int]) -> OptimizerTensors:
-        return [
+        used = [(i, self.parts[i], optimizer) for i in ids for optimizer in self._optimizers]
+        tensors = [
             (i, name, part.view(value), part.begin)
-            for i in ids
-            for optimizer in self._optimizers
-            if (part := self.parts[i])
+            for i, part, optimizer in used
             for name, value in state_tensors(optimizer, part.tensor)
         ]
+        numbers = [
+            (i, name, value, 0)
+            for i, part, optimizer in used
+            for name, value in state_numbers(optimizer, part.tensor)
+        ]
+        return tensors + numbers
 
     def skips_bad_updates(self) -> bool:
         """A loss scaler that has seen an overflow, or will, leaves out the update."""

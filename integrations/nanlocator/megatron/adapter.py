@@ -10,7 +10,16 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from nanlocator import _C
 from nanlocator.calls.modules import ModuleHooks, ModuleObserver, local_part, tensor_attributes
-from nanlocator.engine.driver import Adapter, LossScale, Named, OptimizerTensors, Pass, Views, state_tensors
+from nanlocator.engine.driver import (
+    Adapter,
+    LossScale,
+    Named,
+    OptimizerTensors,
+    Pass,
+    Views,
+    state_numbers,
+    state_tensors,
+)
 from nanlocator.megatron import state
 from nanlocator.megatron.data_parallel import data_parallel_chunk
 from nanlocator.megatron.layout import (
@@ -86,6 +95,8 @@ class MegatronAdapter(Adapter):
                 if own.untyped_storage().data_ptr() != self._weight(parameter).untyped_storage().data_ptr():
                     tensors.append(("main_param", own))
                 found += [(parameter_id, name, tensor, begin) for name, tensor in tensors]
+                numbers = state_numbers(optimizer.optimizer, main)
+                found += [(parameter_id, name, number, 0) for name, number in numbers]
         return found
 
     def owned_gradients(self, chunk: int) -> tuple[list[int], list[torch.Tensor], list[int]]:
