@@ -32,10 +32,11 @@ def expression_at(code: CodeType, instruction: int, line: str) -> Found | None:
     if instruction < 0 or not hasattr(code, "co_positions"):
         return None
     first, last, begin, end = list(code.co_positions())[instruction // 2]
+    if first is None or first != last or begin is None or end is None:
+        return None
     text = line.encode()
     indent = len(text) - len(text.lstrip())
-    is_on_line = first is not None and first == last and begin is not None and end is not None
-    if not is_on_line or not indent <= begin < end <= min(len(text), indent + _LONGEST):
+    if not indent <= begin < end <= min(len(text), indent + _LONGEST):
         return None
     source = text[begin:end].decode(errors="replace")
     call, arguments = _parts(source)

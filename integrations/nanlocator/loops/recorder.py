@@ -704,7 +704,8 @@ class RecordedPass(PlainPass):
         self._leftovers = {
             p: _version_of(p.grad) for p in self._adapter.tensors if p.grad is not None and p not in zeroed
         }
-        return bool(self._adapter.verdicts) and any(is_bad(p.grad) for p in self._leftovers)
+        left = [p.grad for p in self._leftovers if self._adapter.verdicts and p.grad is not None]
+        return any(map(is_bad, left))
 
     @contextlib.contextmanager
     def leaving_out(self, used: Iterable[torch.Tensor]) -> Iterator[None]:
