@@ -96,7 +96,8 @@ struct Flow {
 /// Also marks the lane's steps that the flow explains.
 [[nodiscard]] std::optional<Flow> find_flow(Lane& lane);
 
-/// "decoder.layers.3" of "decoder.layers.3.mlp.linear_fc1.weight": the name up to its first number; empty without one.
+/// "decoder.layers.3" of "decoder.layers.3.mlp.linear_fc1.weight": the name up to its first number;
+/// empty without one.
 [[nodiscard]] std::string_view layer_of(std::string_view parameter);
 
 }  // namespace nanlocator::inline locate_room::events
