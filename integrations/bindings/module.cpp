@@ -10,6 +10,7 @@
 
 #include "agree/torch_versions.hpp"
 #include "bindings.hpp"
+#include "framework.hpp"
 #include "nanlocator/agree/communicator.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/gradients/gradient_scanner.hpp"
@@ -194,13 +195,29 @@ void bind_agree(py::module_& m) {
       .def_property_readonly("size", &Communicator::size);
 }
 
+/// A function of Python that the engine calls; None for none.
+void set_on_finding(LocatorOptions& options, const py::object& function) {
+  options.on_finding = nullptr;
+  if (function.is_none()) return;
+  options.on_finding = [called = PythonObject(function)](const std::filesystem::path& verdict) {
+    called.call<void>("__call__", verdict);
+  };
+}
+
 /// Each field under its option's name. An enumeration appears as its value's name; `choices` has
 /// them.
 void bind_options(py::module_& m) {
   py::class_<LocatorOptions> options(m, "LocatorOptions");
   options.def(py::init<>())
       .def_readwrite("integration", &LocatorOptions::integration)
-      .def_readwrite("not_covered", &LocatorOptions::not_covered);
+      .def_readwrite("not_covered", &LocatorOptions::not_covered)
+      .def_property(
+          "on_finding",
+          [](const LocatorOptions& o) -> py::object {
+            if (!o.on_finding) return py::none();
+            return py::cpp_function(o.on_finding, "verdict"_a);
+          },
+          set_on_finding);
   py::dict choices;
   for_each_option([&]<typename Value>(const OptionField<Value>& option) {
     if constexpr (HasNames<Value>) {

@@ -151,6 +151,7 @@ class LocatorOptions(_Bound):
     bundle_bytes: int
     bundle_count: int
     recorded_bytes: int
+    on_finding: Callable[[Path], None] | None
     choices: ClassVar[dict[str, list[str]]]
     integration: str
     not_covered: list[str]

@@ -352,8 +352,16 @@ void GradientLocator::Impl::conclude_finding() {
     verdicts.push_back(conclude_as_other_rank(ledger, key, unwritten));
   } else {
     verdicts.push_back(conclude_as_first_rank(ledger, key, repetition));
+    tell_program();
   }
   go_on_or_stop(verdicts.back(), key);
+}
+
+/// Before the ranks leave: under torchrun the first that ends would end this one. They wait as for
+/// a large bundle.
+void GradientLocator::Impl::tell_program() const {
+  if (is_concluded_by_guard || !options.on_finding) return;
+  options.on_finding(std::filesystem::absolute(directory) / "verdict.json");
 }
 
 /// Runs on the guard's thread. The training thread is stuck for good; nothing of it is touched.
@@ -363,6 +371,7 @@ void GradientLocator::Impl::conclude_for_training(GradientLocator& locator,
                            " did not come back from it, though its collectives were aborted; " +
                            why);
   ++incidents;
+  is_concluded_by_guard = true;  // the training thread may hold what the program would need
   conclude_finding();
   std::cerr << "nanlocator: rank " + std::to_string(rank()) +
                    " ends here: its training thread has not come back from the re-run of step " +

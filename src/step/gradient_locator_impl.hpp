@@ -120,6 +120,7 @@ struct GradientLocator::Impl {
   // Numbers of sightings and lost ranks at conclude_alone's report in this step.
   std::optional<std::pair<std::size_t, std::size_t>> reported_alone;
   bool has_waited_for_loss = false;
+  bool is_concluded_by_guard = false;
 
   [[nodiscard]] int rank() const { return communicator ? communicator->rank() : 0; }
   [[nodiscard]] int world_size() const { return communicator ? communicator->size() : 1; }
@@ -171,6 +172,7 @@ struct GradientLocator::Impl {
                          const std::vector<UnwrittenBundle>& unwritten) const;
   void take_unwritten(const std::string& key) const;
   void conclude_finding();
+  void tell_program() const;
   [[noreturn]] void conclude_for_training(GradientLocator& locator, const std::string& why);
   Gathered gather_ledgers(const std::string& key);
   Verdict conclude_as_first_rank(const Ledger& mine, const std::string& key, int repetition);

@@ -104,7 +104,8 @@ def how_it_is_started(script, how, *arguments):
 @pytest.mark.parametrize("how", ["launcher", "module", "variable"])
 def test_a_fault_in_an_unedited_script_is_located(script, how):
     done = how_it_is_started(script, how, "bad")
-    assert done.returncode == 1, done.stderr
+    status = 1 if how == "variable" else 93  # a launcher's own: do not restart
+    assert done.returncode == status, done.stderr
     assert "nanlocator: attached to SGD and Sequential (2 parameters); findings go to" in done.stderr
     said = " ".join(done.stderr.split())  # lines may be wrapped
     assert "step 3: LEAVE IT DOWN, PAGE THE MODEL AUTHOR" in said

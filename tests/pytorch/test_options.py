@@ -167,7 +167,8 @@ ELSEWHERE = {
     # It has its own folder, and one rank must not stop alone.
     "integrations/nanlocator/loops/evaluation.py": ["output_dir", "on_bad"],
     "integrations/nanlocator/doctor.py": ["output_dir", "bundle_bytes"],  # the same; a key
-    "integrations/bindings/module.cpp": ["on_bad", "rerun"],  # the outcome of a policy; an activity
+    # The outcome of a policy; an activity; a field that kOptionFields does not list.
+    "integrations/bindings/module.cpp": ["on_bad", "rerun", "on_finding"],
 }
 
 

@@ -22,6 +22,8 @@ SETS_ATTRIBUTES = {
     "engine/locator.py": "the mark of an optimizer or engine that is watched",
     "sharding/shards.py": "our own coordinates",
 }
+# What the interpreter sets for the program that it runs and its error; so does a launcher.
+OF_SYS = {"sys.argv", "sys.last_type", "sys.last_value", "sys.last_traceback"}
 # Names of the table that are assigned without a row.
 ASSIGNS = {("debugger/autocast.py", "forward"): "a partial that can be pickled with its module"}
 
@@ -56,7 +58,7 @@ def problems_of(path, text):
             owner = ast.unparse(target.value)
             is_foreign = owner.partition(".")[0] in imported
             is_point = owner != "self" and target.attr in named and (path, target.attr) not in ASSIGNS
-            if (is_foreign and ast.unparse(target) != "sys.argv") or is_point:
+            if (is_foreign and ast.unparse(target) not in OF_SYS) or is_point:
                 yield f"{path}:{node.lineno} sets {ast.unparse(target)}"
 
 

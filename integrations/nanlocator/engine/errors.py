@@ -3,6 +3,7 @@
 from typing import Any
 
 from nanlocator._C import Error
+from nanlocator.engine.exit_status import exit_status_of
 
 
 class NonFiniteGradientError(Error):
@@ -16,6 +17,12 @@ class NonFiniteGradientError(Error):
         super().__init__(text)
         self.verdict = verdict
         self.printed = printed or text
+
+    @property
+    def exit_status(self) -> int:
+        """For a job script: the status of the verdict's decision (docs/decisions.md), with which
+        ``python -m nanlocator`` ends. ``sys.exit(error.exit_status)`` in a program that has no launcher."""
+        return exit_status_of(self.verdict)
 
     def __reduce__(self) -> tuple[Any, ...]:  # crosses process boundaries with its verdict
         return (type(self), (str(self), self.verdict, self.printed))

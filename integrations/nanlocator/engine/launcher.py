@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from nanlocator import _C
 from nanlocator.engine.endings import record_for_torchrun
+from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.options import Kind, flag_of, rows, variable_of
 from nanlocator.engine.tracebacks import CleanTracebacks
 
@@ -89,10 +90,14 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
 
 def _recorded(run: Callable[[], Any]) -> None:
     """Shows the error in torchrun's summary, as torch's decorator ``record`` in the script would. An earlier
-    record stays: a verdict says more."""
+    record stays: a verdict says more. A verdict that ends the script ends the process with its own status."""
     CleanTracebacks()
     try:
         run()
+    except NonFiniteGradientError as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(error.exit_status)
     except Exception as error:
         if not os.path.exists(os.environ.get("TORCHELASTIC_ERROR_FILE", "")):
             record_for_torchrun(error)

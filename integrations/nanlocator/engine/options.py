@@ -10,11 +10,13 @@ import contextlib
 import datetime
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
 import torch
 
 from nanlocator import _C
+from nanlocator.engine.on_finding import OnFinding
 
 
 class Kind(NamedTuple):
@@ -73,6 +75,7 @@ RERUN = Kind(_rerun, _RERUNS.__getitem__, choices=("yes", "no", "always"))
 SECONDS = Kind(_seconds, lambda time: f"{time.total_seconds():g} s", "SECONDS")
 BYTES = Kind(_count, lambda count: f"{count / 2**30:g} GiB", "BYTES")
 COUNT = Kind(_count, metavar="N")
+ON_FINDING = Kind(OnFinding, lambda action: "none" if action is None else str(action), "COMMAND")
 
 
 class Options(TypedDict, total=False):
@@ -117,6 +120,15 @@ class Options(TypedDict, total=False):
             "folder into which the training saves checkpoints, so that a verdict can name the one to load; "
             "known to the integrations of Megatron-Core, Transformers and Lightning. The names must have the "
             "number of the step as nanlocator counts it",
+        ),
+    ]
+    on_finding: Annotated[
+        Callable[[Path], object] | str | None,
+        Option(
+            ON_FINDING,
+            "what rank 0 does with a finding once it is on disk and before the step raises: a function, "
+            "which gets the path of `verdict.json`, or a command line, which gets the path as its last word "
+            "or in place of `{}` and is read by no shell. After 30 s it is killed. Its failure is a warning",
         ),
     ]
     check_params: Annotated[

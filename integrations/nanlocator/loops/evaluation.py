@@ -35,6 +35,8 @@ class Evaluation:
         resolved = resolve_options(options, "watch")
         if resolved.level == "boundaries":  # all ranks judge crossings together
             resolved.level = "grads"
+        if several and torch.distributed.get_rank() != 0:
+            resolved.on_finding = None  # on rank 0 alone, as in training
         self._driver = Driver(self._adapter, resolved, None)
         self._calls = 0
 
