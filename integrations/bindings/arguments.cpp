@@ -14,6 +14,7 @@
 #include "command/check_checkpoint_options.hpp"
 #include "command/doctor_options.hpp"
 #include "command/netcheck_options.hpp"
+#include "command/next_options.hpp"
 #include "command/replay_options.hpp"
 #include "files/printable.hpp"
 
@@ -96,6 +97,9 @@ void bind_arguments(py::module_& m) {
   m.def(
       "parse_netcheck",
       [](const Words& words) { return parse_arguments(command::kNetcheck, words); }, "words"_a);
+  m.def(
+      "parse_next", [](const Words& words) { return parse_arguments(command::kNext, words); },
+      "words"_a);
   m.def(
       "parse_replay", [](const Words& words) { return parse_arguments(command::kReplay, words); },
       "words"_a);

@@ -753,7 +753,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "it was written between " + writer_of(origin)};
     case Action::test_device:
       return {"read the error counters of the device of " + ranks +
-                  " (ECC, Xid): new errors there mean that it is to be replaced",
+                  " (ECC, NVRM in dmesg): new errors there mean that it is to be replaced",
               "if it is found on another device, look for a race or a kernel that is not "
               "deterministic"};
     case Action::wait_for_transfer:
@@ -775,7 +775,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::compare_members:
       return {"look at the ledgers of the other members of the collective"};
     case Action::test_links:
-      return {"read the error counters of the device and the links of " + ranks + " (ECC, Xid)",
+      return {"read the error counters of the device and the links of " + ranks +
+                  " (ECC, NVRM in dmesg)",
               "if the network check fails, take that machine out of service; if it passes and this "
               "is found "
               "on " +
@@ -800,7 +801,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
           ranks_or(ranks_of_fact(origin, FactKind::message_changed, true), "the sender");
       return {
           "read the error counters of the link from " + sender + " to " + ranks +
-              ", and of the device of " + ranks + " (ECC, Xid)",
+              ", and of the device of " + ranks + " (ECC, NVRM in dmesg)",
           "if these and the network check are clean, or it is found on other ranks, look in the "
           "code for a buffer that is freed or written while " +
               sender + " still sends it, or read on " + ranks + " before it has arrived"};

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <filesystem>
 #include <set>
 
 #include "files/printable.hpp"
@@ -497,6 +498,11 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   narrative.load = load_of(verdict);
   narrative.page = person_of(decision.page);
   narrative.ticket = decision.ticket == Owner::nobody ? "none" : person_of(decision.ticket);
+  if (!run_dir.empty() && decision.kind != DecisionKind::none_needed) {
+    add_row(narrative.rows, "plan",
+            "nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string()) +
+                "   (what to do, as of when you run it; checks job and checkpoints)");
+  }
   add_row(narrative.rows, "what", what_of(verdict, origin));
   if (origin != nullptr) add_row(narrative.rows, "cause", cause_of(verdict, *origin));
   add_row(narrative.rows, "state", state_of(verdict));

@@ -252,8 +252,9 @@ std::string kill_of(const Verdict& verdict) {
   if (course_of(verdict) != Course::goes_on_damaged) return "";
   const auto& launch = verdict.launch;
   if (launch && launch->scheduler == "slurm") {
-    return "scancel --signal=KILL --full " + launch->job_id +
-           "   (not plain scancel: it sends SIGTERM, at which the job may save)";
+    // Without the command's name, which scanners of logs take for what has ended the job.
+    return "SIGKILL to every process of job " + launch->job_id +
+           ", as the plan does it (at SIGTERM it may save)";
   }
   return "SIGKILL to its processes (at SIGTERM it may save)";
 }
@@ -283,7 +284,7 @@ void add_check(const Verdict& verdict, Rows& rows) {
   if (!leaves_suspects_out(decision)) {
     add_row(rows, "check",
             "the error counters on " + joined(hosts) +
-                " now: nvidia-smi -q -d ECC; dmesg -T | grep -i xid");
+                " now: nvidia-smi -q -d ECC; dmesg -T | grep NVRM");
     add_row(rows, "if errors", "restart without " + suspects);
     add_row(rows, "if AGAIN",
             "on " + suspects +

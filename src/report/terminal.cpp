@@ -268,7 +268,9 @@ std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
   page.verbatim("restart " + told.restart + " | hosts " + told.hosts + " | load " + told.load +
                     " | page " + told.page + " | ticket " + told.ticket,
                 2);
-  for (const auto& [label, text] : told.rows) page.row(label + ":", text, 2);
+  for (const auto& [label, text] : told.rows) {
+    label == "plan" ? page.line(label + ":", text, 2) : page.row(label + ":", text, 2);
+  }
   if (told.place.empty() && told.details.empty()) return std::move(page).text();
   page.text_line("--- " + (told.audience.empty() ? "evidence" : told.audience), 2);
   if (!told.place.empty()) page.text_line(told.place, 2);

@@ -169,6 +169,9 @@ ELSEWHERE = {
     "integrations/nanlocator/doctor.py": ["output_dir", "bundle_bytes"],  # the same; a key
     # The outcome of a policy; an activity; a field that kOptionFields does not list.
     "integrations/bindings/module.cpp": ["on_bad", "rerun", "on_finding"],
+    # Keys of a verdict, and a variable for a restarted job.
+    "integrations/nanlocator/next_steps/plan.py": ["level", "checkpoint_dir"],
+    "integrations/nanlocator/next_steps/program.py": ["checkpoint_dir"],
 }
 
 

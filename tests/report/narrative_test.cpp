@@ -90,6 +90,7 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
       format_verdict(division_by_zero(), {.run_dir = "/runs/a0"}),
       R"(nanlocator ERROR[div_zero] 2026-11-27 02:58 UTC job 88213 gpt-moe, step 2: LEAVE IT DOWN, PAGE THE MODEL AUTHOR
   restart NO | hosts none suspected | load nothing now | page model author | ticket none
+  plan:        nanlocator next /runs/a0   (what to do, as of when you run it; checks job and checkpoints)
   what:        division by zero: torch.div in decoder.layers.2.mlp.router on rank 3 = a17:GPU3 gave -Inf
                (non-finite) in 4 of 128 elements from [0, 0]; it reached the gradients of 1 parameter on 2
                ranks
@@ -130,6 +131,17 @@ TEST(Narrative, AJobThatGoesOnWakesNobody) {
   EXPECT_THAT(told.rows, Not(Contains(Key("checkpoint"))));
 }
 
+TEST(Narrative, ThePlanIsNamedWhereThereIsSomethingToDo) {
+  Verdict verdict = division_by_zero();
+  const std::string folder = "/a folder/" + std::string(120, 'x') + "/a0";
+  EXPECT_THAT(format_verdict(verdict, {.run_dir = folder}),
+              HasSubstr("  plan:        nanlocator next '" + folder + "'   ("));
+  EXPECT_THAT(narrative_of(verdict).rows, Not(Contains(Key("plan"))));  // the folder is not known
+  verdict.job.on_bad = "skip";
+  verdict.decision = decide(verdict);
+  EXPECT_THAT(narrative_of(verdict, folder).rows, Not(Contains(Key("plan"))));
+}
+
 TEST(Narrative, AJobOnBadWeightsIsKilled) {
   Verdict verdict = division_by_zero();
   verdict.job.on_bad = "report";
@@ -137,7 +149,8 @@ TEST(Narrative, AJobOnBadWeightsIsKilled) {
   const Narrative told = narrative_of(verdict);
   EXPECT_EQ(told.severity, "FATAL");
   EXPECT_EQ(told.action, "KILL IT NOW, PAGE THE MODEL AUTHOR");
-  EXPECT_THAT(told.rows, Contains(Pair("kill", HasSubstr("scancel --signal=KILL --full 88213"))));
+  EXPECT_THAT(told.rows,
+              Contains(Pair("kill", HasSubstr("SIGKILL to every process of job 88213"))));
 }
 
 /// A collective that returned NaN to rank 3 for finite inputs.

@@ -28,6 +28,7 @@ Command explain_command();
 Command history_command();
 Command map_command();
 Command netcheck_command();
+Command next_command();
 Command replay_command();
 Command report_command();
 Command version_command();

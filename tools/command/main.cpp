@@ -35,9 +35,11 @@ void report_truncated_files() {
 
 int run(const std::vector<std::string>& words) {
   report_truncated_files();
-  const Command commands[] = {bundle_command(),   check_checkpoint_command(), doctor_command(),
-                              explain_command(),  history_command(),          map_command(),
-                              netcheck_command(), replay_command(),           report_command(),
+  const Command commands[] = {bundle_command(),   check_checkpoint_command(),
+                              doctor_command(),   explain_command(),
+                              history_command(),  map_command(),
+                              netcheck_command(), next_command(),
+                              replay_command(),   report_command(),
                               version_command()};
   const Command nanlocator = {
       .name = "nanlocator",

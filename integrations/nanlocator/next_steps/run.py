@@ -1,0 +1,135 @@
+"""The files of a run: its verdict, later attempts, results of netcheck."""
+
+import calendar
+import json
+import os
+import re
+import shlex
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanlocator import _C
+
+_ATTEMPT = re.compile(r"a(\d+)")
+_OLDEST_VERSION = 3  # the first with a decision
+
+
+@dataclass(slots=True)
+class Attempt:
+    """``verdict``: None if it has none, or none that can be read."""
+
+    number: int
+    folder: Path
+    started: float | None  # seconds since the epoch
+    verdict: dict[str, Any] | None
+
+
+@dataclass(slots=True)
+class Run:
+    """One attempt's verdict, and what has come after it."""
+
+    folder: Path  # of the attempt
+    verdict: dict[str, Any]
+    later: list[Attempt] = field(default_factory=list)
+    netcheck: dict[str, Any] | None = None  # the newest result from after the verdict
+    netcheck_file: Path | None = None
+
+    @property
+    def found(self) -> float | None:
+        """When the verdict was made, to the minute."""
+        return _seconds(((self.verdict.get("launch") or {}).get("found") or "").replace(" ", "T"))
+
+    @property
+    def decision(self) -> dict[str, Any]:
+        return dict(self.verdict["decision"])
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        return dict(self.verdict.get("launch") or {})
+
+
+def read_run(path: Path) -> Run:
+    """``path``: a run's folder (its latest attempt with a verdict), an attempt's, or a verdict.json. Raises
+    FormatError or OSError, whose text says what to do instead."""
+    folder = path.parent if path.is_file() else path
+    if not path.is_file() and not (folder / "verdict.json").is_file():
+        attempts = [each for each in _attempts(folder) if (each / "verdict.json").is_file()]
+        if not attempts:
+            raise FileNotFoundError(f"{path} has no verdict.json, and no attempt (a0, a1, ...) that has one")
+        folder = attempts[-1]
+    folder = folder.absolute()
+    run = Run(folder, _read_verdict(path if path.is_file() else folder / "verdict.json"))
+    own = _ATTEMPT.fullmatch(folder.name)
+    for each in _attempts(folder.parent) if own else []:
+        number = int(each.name[1:])
+        if own is not None and number > int(own[1]):
+            run.later.append(_attempt(each, number))
+    _find_netcheck(run)
+    return run
+
+
+def _attempts(folder: Path) -> list[Path]:
+    found = [each for each in folder.iterdir() if _ATTEMPT.fullmatch(each.name) and each.is_dir()]
+    return sorted(found, key=lambda each: int(each.name[1:]))
+
+
+def _read_verdict(file: Path) -> dict[str, Any]:
+    report = f"nanlocator report {shlex.quote(str(file.parent))}"
+    try:
+        verdict = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise _C.FormatError(
+            f"{file} is cut off or no JSON ({error}); this makes the verdict again, from the ledgers: "
+            f"{report}"
+        ) from None
+    if not isinstance(verdict, dict) or not isinstance(verdict.get("version"), int):
+        raise _C.FormatError(f"{file} is no verdict: it has no version")
+    if verdict["version"] < _OLDEST_VERSION:
+        raise _C.FormatError(
+            f"{file} is of version {verdict['version']}, which has no decision to plan by; this shows what "
+            f"it has: {report}"
+        )
+    if not isinstance(verdict.get("decision"), dict):
+        raise _C.FormatError(f"{file} has no decision; this shows what it has: {report}")
+    return verdict
+
+
+def _attempt(folder: Path, number: int) -> Attempt:
+    started = verdict = None
+    try:
+        started = _seconds(json.loads((folder / "run.json").read_bytes())["started"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # it has just begun, or its disk is full
+    try:
+        verdict = _read_verdict(folder / "verdict.json")
+    except (OSError, _C.FormatError):
+        pass
+    return Attempt(number, folder, started, verdict)
+
+
+def _find_netcheck(run: Run) -> None:
+    """JSON files of ``nanlocator netcheck --output`` in the attempt's folder and the run's."""
+    after = run.found or 0
+    newest = 0.0
+    for folder in (run.folder, run.folder.parent):
+        for file in folder.glob("netcheck*.json"):
+            try:
+                written = os.stat(file).st_mtime
+                result = json.loads(file.read_bytes())
+            except (OSError, ValueError):
+                continue
+            is_result = isinstance(result, dict) and {"verdict", "findings"} <= result.keys()
+            if is_result and written >= max(after, newest):
+                newest, run.netcheck, run.netcheck_file = written, result, file
+
+
+def _seconds(text: str) -> float | None:
+    """Of UTC."""
+    for form in ("%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%dT%H:%M"):
+        try:
+            return float(calendar.timegm(time.strptime(text, form)))
+        except ValueError:
+            continue
+    return None
