@@ -72,9 +72,9 @@ struct LocatorOptions {
   /// Limit of a StepRecorder's memory for operators outside modules; its owner passes it on.
   std::uint64_t recorded_bytes = std::uint64_t{256} << 20;
 
-  /// Called on rank 0 with verdict.json, once the files of a finding are on disk and before any rank
-  /// ends; bounds itself and throws nothing. Not called on the guard's thread, nor for a verdict of
-  /// one rank alone. In no file: it has no text.
+  /// Called on rank 0 with verdict.json, once the files of a finding are on disk and before any
+  /// rank ends; bounds itself and throws nothing. Not called on the guard's thread, nor for a
+  /// verdict of one rank alone. In no file: it has no text.
   std::function<void(const std::filesystem::path& verdict)> on_finding{};
 
   std::string integration = "pytorch";  // for run.json: "pytorch", "megatron", "cpp"
