@@ -164,7 +164,7 @@ def test_a_command_is_neither_followed_nor_the_author_of_torchruns_record(monkey
 @pytest.mark.parametrize("value", ["", "   ", "one 'open quote", 7])
 def test_what_is_neither_function_nor_command_is_wrong_use(value):
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(nanlocator.UsageError, match="on_finding=.* cannot be read"):
+    with pytest.raises(nanlocator.UsageError, match=r"on_finding=.* cannot be read"):
         nanlocator.watch(model, torch.optim.SGD(model.parameters()), on_finding=value)
 
 
