@@ -128,10 +128,9 @@ Proposal proposal_for(const Origin& origin) {
       // Finite with the same inputs elsewhere: the kernel, or this device.
       if (origin.candidates.size() > 1) return if_it_comes_again(origin, came_again(origin));
       return {DecisionKind::exclude, Owner::cluster_operator};
-    case Cause::memory_corruption:
-      return origin.action == Action::find_writer
-                 ? if_it_comes_again(origin, true)
-                 : Proposal{DecisionKind::restart_as_is, Owner::cluster_operator};
+    case Cause::memory_corruption:  // who wrote is not known: a race may write elsewhere next time
+      return {DecisionKind::restart_as_is,
+              origin.action == Action::find_writer ? author_of(origin) : Owner::cluster_operator};
     case Cause::not_reproduced:
       return {DecisionKind::restart_as_is,
               origin.action == Action::test_device ? Owner::cluster_operator : author_of(origin)};
