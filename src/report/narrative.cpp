@@ -143,6 +143,8 @@ std::string reached_of(const Verdict& verdict) {
 std::string what_of(const Verdict& verdict, const Origin* origin) {
   const std::string code = error_code_of(verdict);
   if (origin == nullptr) return filled_phrase(code, "what", {});
+  const bool has_reached =
+      origin->phase != Phase::params_after && origin->cause != Cause::left_gradients;
   return filled_phrase(
              code, "what",
              {{"values", values_of(*origin)},
@@ -154,7 +156,7 @@ std::string what_of(const Verdict& verdict, const Origin* origin) {
               {"parameter", origin->parameter.empty() ? "a parameter" : origin->parameter},
               {"group", group_of(verdict, *origin)},
               {"peers", peers_of(verdict, *origin)}}) +
-         reached_of(verdict);
+         (has_reached ? reached_of(verdict) : "");
 }
 
 // ---- why it is believed ----
@@ -256,7 +258,8 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
         tests.push_back(fact_text(fact));
         break;
       case FactKind::gradients_left:
-        tests.emplace_back("they were there before its backward");
+        tests.push_back("they were there before its backward; the verdict of step " +
+                        std::to_string(fact.step.value_or(0)) + " has what made them, and decides");
         break;
       case FactKind::rerun_not_completed:
         tests.emplace_back("a re-run did not complete");
@@ -333,11 +336,13 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   const bool is_open = certainty != ", proven";
   if (parts.empty() && is_open && !verdict.rerun.done) {
     const std::string& why = verdict.rerun.why_not;
-    parts.push_back("the step was not executed again" + (why.empty() ? why : ", as " + why));
+    parts.push_back("not tested: the step was not executed again" +
+                    (why.empty() ? why : ", as " + why));
   }
   std::string text;
   for (const std::string& part : parts) append_item(text, part, "; ");
-  return kind + certainty + (text.empty() ? "" : ": " + text);
+  const char* const separator = kind == "unknown" ? "; " : ": ";
+  return kind + certainty + (text.empty() ? "" : separator + text);
 }
 
 std::string event_of(const Verdict& verdict) {
@@ -513,12 +518,12 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   if (verdict.origins.size() > 1) {
     add_row(narrative.rows, "also",
             count_text(verdict.origins.size() - 1, "other place") +
-                " where NaN or Inf came first: nanlocator report --verbose");
+                " with a fault of its own: nanlocator report --verbose; this one decides");
   }
   if (!verdict.silent_ranks.empty()) {
     add_row(narrative.rows, "silent",
             "no answer from " + count_text(verdict.silent_ranks.size(), "rank") + ": " +
-                short_list(verdict.silent_ranks));
+                short_list(verdict.silent_ranks) + ": look at their logs first");
   }
   if (origin != nullptr) add_details(verdict, *origin, run_dir, narrative);
   return narrative;

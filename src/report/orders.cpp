@@ -21,6 +21,12 @@ std::string in_capitals(std::string text) {
 std::string weights_text(const Verdict& verdict) {
   const JobState& job = verdict.job;
   if (job.are_weights_finite == false) return "weights bad before the step";
+  const Origin* const origin = deciding_origin(verdict);
+  const bool is_of_update = origin != nullptr && origin->phase == Phase::params_after;
+  if (is_of_update && job.are_weights_updated == true) {
+    return "weights bad now, of this update: do not save them; finite as after " +
+           step_text(verdict.iteration - 1);
+  }
   if (job.are_weights_updated == true && job.on_bad == "report") {
     return "weights changed by the bad step";
   }
@@ -109,13 +115,42 @@ std::string loaded_text(const Verdict& verdict) {
   if (decision.newest_step && *decision.newest_step < 1) {
     return "LOAD what this run was started from: no step of it was finished";
   }
-  if (may_load_newest(verdict)) return "LOAD the newest: nothing bad can have been saved";
+  if (may_load_newest(verdict)) {
+    const Origin* const origin = deciding_origin(verdict);
+    const bool may_be_garbage = origin != nullptr && origin->cause == Cause::uninitialised_memory;
+    return std::string("LOAD the newest: no NaN or Inf can have been saved") +
+           (may_be_garbage ? "; finite garbage from that memory may have been trained on" : "");
+  }
   return "LOAD the newest from before the update of step " + first_bad_step(verdict) +
          ", NEVER LOAD anything newer";
 }
 
+/// A re-run or a replay has shown it, or the values themselves do.
+bool is_known_to_fail_again(const Verdict& verdict) {
+  const Origin* const origin = deciding_origin(verdict);
+  return verdict.rerun.reproduced == true || (origin != nullptr && is_deterministic(*origin));
+}
+
 bool leaves_suspects_out(const JobDecision& decision) {
   return decision.kind == DecisionKind::exclude || decision.kind == DecisionKind::older_checkpoint;
+}
+
+/// A machine is not ruled out, though none is suspected.
+bool may_be_hardware(const Origin& origin) {
+  const bool is_of_transfer =
+      origin.cause == Cause::collective_result || origin.cause == Cause::pipeline_transfer;
+  return is_of_transfer || std::ranges::any_of(origin.alternatives, [](Suspect each) {
+           return each == Suspect::memory || each == Suspect::link;
+         });
+}
+
+/// The ranks whose machine is suspected or, without such, not ruled out; few enough to look at.
+std::vector<int> ranks_to_look_at(const Verdict& verdict) {
+  constexpr std::size_t kMost = 4;
+  if (!verdict.decision.ranks.empty()) return verdict.decision.ranks;
+  const Origin* const origin = deciding_origin(verdict);
+  const bool is_open = origin != nullptr && may_be_hardware(*origin);
+  return is_open && origin->candidates.size() <= kMost ? origin->candidates : std::vector<int>{};
 }
 
 /// `nanlocator netcheck` on these hosts alone.
@@ -161,13 +196,13 @@ std::string action_text_of(const Verdict& verdict) {
     case DecisionKind::none_needed:
       return decision.ticket == Owner::nobody ? "NO ACTION" : "LET IT RUN, FILE A TICKET";
     case DecisionKind::restart_as_is:
-      return kill + (decision.is_traced ? "RUN ONE TRACED STEP" : "RESTART ONCE AS IT IS");
+      return kill + (decision.is_traced ? "RESTART TRACED" : "RESTART ONCE AS IT IS");
     case DecisionKind::exclude:
       return kill + "RESTART WITHOUT " + suspects_text(verdict);
     case DecisionKind::skip_batch:
       return kill + "RESTART, SKIPPING THIS BATCH";
     case DecisionKind::older_checkpoint: {
-      if (decision.is_traced) return kill + "RUN ONE TRACED STEP";
+      if (decision.is_traced) return kill + "RESTART TRACED";
       const CheckpointFile* const file =
           decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
       return kill + "RESTART FROM " +
@@ -201,6 +236,11 @@ std::string restart_word_of(const Verdict& verdict) {
 std::string hosts_text_of(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
   if (decision.ranks.empty()) {
+    const Origin* const origin = deciding_origin(verdict);
+    if (origin != nullptr && may_be_hardware(*origin)) {
+      const auto hosts = hosts_of(verdict, ranks_to_look_at(verdict));
+      return "as before" + (hosts.empty() ? "" : ", " + joined(hosts) + " not ruled out");
+    }
     return decision.is_traced || decision.kind == DecisionKind::none_needed ? "as before"
                                                                             : "none suspected";
   }
@@ -241,7 +281,8 @@ std::string state_of(const Verdict& verdict) {
   if (verdict.decision.kind == DecisionKind::do_not_restart) {
     text += verdict.decision.recurrence == Recurrence::same_place
                 ? "; an earlier attempt of this run failed in the same way"
-                : "; it fails again with the same data";
+            : is_known_to_fail_again(verdict) ? "; it fails again with the same data"
+                                              : "; it is expected to fail again";
   } else if (verdict.decision.recurrence == Recurrence::same_device) {
     text += "; the same device failed in an earlier attempt of this run";
   }
@@ -275,21 +316,39 @@ std::string checkpoint_of(const Verdict& verdict) {
   return text;
 }
 
+/// The second time, the decision is another one (locate/decision.hpp).
+static void add_again(const Verdict& verdict, Rows& rows) {
+  const JobDecision& decision = verdict.decision;
+  const bool is_restarted = decision.kind != DecisionKind::do_not_restart &&
+                            decision.kind != DecisionKind::none_needed && !decision.is_traced;
+  if (!is_restarted) return;
+  add_row(rows, "if AGAIN", "at the same place: leave it down; its block says whom to page");
+}
+
 void add_check(const Verdict& verdict, Rows& rows) {
   const JobDecision& decision = verdict.decision;
-  if (decision.ranks.empty() || !verdict.layout) return;
-  const auto hosts = hosts_of(verdict, decision.ranks);
-  if (hosts.empty()) return;
-  const std::string suspects = suspects_text(verdict);
-  if (!leaves_suspects_out(decision)) {
+  const std::vector<int> ranks = ranks_to_look_at(verdict);
+  const auto hosts = verdict.layout ? hosts_of(verdict, ranks) : std::vector<std::string>{};
+  if (hosts.empty()) return add_again(verdict, rows);
+  const bool is_suspected = !decision.ranks.empty();
+  const std::string suspects = is_suspected ? suspects_text(verdict) : joined(hosts);
+  if (!is_suspected || !leaves_suspects_out(decision)) {
+    const bool is_gpu_known = std::ranges::any_of(ranks, [&](int rank) {
+      const RankCoordinates* const known = find_mentioned(verdict, rank);
+      return known != nullptr && is_gpu(*known);
+    });
+    if (!is_gpu_known) return add_again(verdict, rows);
     add_row(rows, "check",
             "the error counters on " + joined(hosts) +
-                " now: nvidia-smi -q -d ECC; dmesg -T | grep NVRM");
-    add_row(rows, "if errors", "restart without " + suspects);
+                " now: nvidia-smi -q -d ECC (volatile, uncorrectable); dmesg -T | grep NVRM");
+    const CheckpointFile* const file = checkpoint_to_load(verdict);
+    add_row(rows, "if errors",
+            "restart without " + suspects + (file == nullptr ? "" : ", from " + file->name) +
+                "; ticket cluster on-call");
+    if (!is_suspected) return add_again(verdict, rows);
     add_row(rows, "if AGAIN",
-            "on " + suspects +
-                ": it stays out; on other hosts: page the model "
-                "author");
+            "on " + suspects + ": it stays out; on other hosts: leave it down, page the " +
+                person_of(decision.page == Owner::framework ? decision.page : Owner::model_author));
     return;
   }
   add_row(rows, "check",
@@ -306,12 +365,19 @@ void add_check(const Verdict& verdict, Rows& rows) {
 void add_trace(const Verdict& verdict, Rows& rows) {
   if (!verdict.decision.is_traced) return;
   const CheckpointFile* const file = checkpoint_to_load(verdict);
+  const std::int64_t steps = file == nullptr ? 0 : verdict.iteration - file->step;
   add_row(rows, "trace",
           "NANLOCATOR_LEVEL=operators in the job's environment, from " +
-              (file == nullptr ? std::string("the checkpoint") : file->name) + " to " +
-              step_text(verdict.iteration) +
-              "; its steps take longer, it stops there, and its block names the line");
-  add_row(rows, "if finite", "take the variable out and go on: it happened once");
+              (file == nullptr
+                   ? std::string("the checkpoint")
+                   : file->name + " (" +
+                         count_text(static_cast<std::size_t>(std::max<std::int64_t>(steps, 1)),
+                                    "step") +
+                         ")") +
+              "; its steps take longer; where it is bad again it stops, and its block names the "
+              "line");
+  add_row(rows, "if finite",
+          "beyond " + step_text(verdict.iteration) + ": take the variable out and go on");
 }
 
 }  // namespace nanlocator::inline report_room

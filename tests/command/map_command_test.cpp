@@ -273,7 +273,7 @@ void expect_help_below(std::vector<std::string> arguments, int& seen) {
 TEST(NanlocatorCommand, HelpOfEveryCommandHasAnExample) {
   int seen = 0;
   expect_help_below({}, seen);
-  EXPECT_EQ(seen, 1 + 10 + 4 + 3);  // of bundle four, of map three
+  EXPECT_EQ(seen, 1 + 11 + 4 + 3);  // of bundle four, of map three
 }
 
 TEST(NanlocatorCommand, HelpOfReplayShowsTheOptionsOfPython) {

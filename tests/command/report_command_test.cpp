@@ -100,7 +100,7 @@ TEST_F(ReportCommand, PrintsTheVerdictWithoutColoursInAPipe) {
   EXPECT_EQ(result.err, "");
   EXPECT_THAT(
       result.out,
-      StartsWith("nanlocator ERROR[needs_trace] step 7: RUN ONE TRACED STEP\n"
+      StartsWith("nanlocator ERROR[needs_trace] step 7: RESTART TRACED\n"
                  "  restart ONLY TRACED | hosts as before | load the newest | page nobody | "
                  "ticket model author\n"));
   EXPECT_THAT(result.out, HasSubstr("NaN (non-finite) in 1 of 32 elements from [2, 1]"));

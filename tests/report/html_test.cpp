@@ -175,7 +175,7 @@ TEST(FormatHtml, NamesWhatIsMissing) {
 
 TEST(FormatHtml, ListsEveryOriginOpenTheFirst) {
   const std::string page = format_html(testing::several_origins_report());
-  EXPECT_THAT(page, HasSubstr("<dd>2 other places where NaN or Inf came first"));
+  EXPECT_THAT(page, HasSubstr("<dd>2 other places with a fault of its own"));
   EXPECT_EQ(count_of(page, "<details class=\"origin\""), 3U);
   EXPECT_EQ(count_of(page, "<details class=\"origin\" open>"), 1U);
   EXPECT_THAT(page, HasSubstr("<h2>one of 2 ranks: 18, 34 (dp0) received NaN and Inf in "));

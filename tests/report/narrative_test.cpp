@@ -242,7 +242,7 @@ TEST(Narrative, ACleanAndAnEmptyVerdictSaySo) {
             "  what:        no NaN or Inf in what was seen\n");
   verdict.status = VerdictStatus::partial;
   verdict.decision = decide(verdict);
-  EXPECT_THAT(format_verdict(verdict), HasSubstr("ERROR[incomplete] step 3: RUN ONE TRACED STEP"));
+  EXPECT_THAT(format_verdict(verdict), HasSubstr("ERROR[incomplete] step 3: RESTART TRACED"));
 }
 
 TEST(Narrative, NamesCannotWriteEscapeSequences) {
