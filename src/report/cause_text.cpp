@@ -190,7 +190,7 @@ std::string first_bad_call_of(const Origin& origin) {
 }
 
 std::vector<std::string> argument_names_of(const Origin& origin) {
-  constexpr std::size_t kLongestName = 40;
+  constexpr std::size_t kLongestName = 60;
   const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
   const bool is_of_line = origin.code && origin.code->expression &&
                           origin.custom_function.empty() && origin.direction != Direction::backward;
