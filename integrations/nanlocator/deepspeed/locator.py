@@ -96,6 +96,9 @@ class DeepSpeedLocator(InstalledLocator):
     def before_other_forward(self) -> None:
         """Not used with a DeepSpeed engine."""
 
+    def names_of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        return self._engine.module.named_modules()
+
     def before_forward(self) -> None:
         if not self._driver.is_in_pass:
             step_pass = EnginePass(self._adapter, self._layout, self._recorder, self._scan_reduced)
