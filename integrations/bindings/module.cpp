@@ -24,6 +24,7 @@
 #include "nanlocator/step/gradient_locator.hpp"
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "nanlocator/tensor/scan_work.hpp"
+#include "report/words.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;
@@ -296,6 +297,7 @@ void bind_gradients(py::module_& m) {
         return format_verdict(verdict_from_json(json, "verdict"), {.run_dir = run_dir});
       },
       "json"_a, "run_dir"_a = "");
+  m.def("netcheck_command", &netcheck_command, "ranks_per_host"_a, "hosts"_a, "first_host"_a);
 }
 
 }  // namespace

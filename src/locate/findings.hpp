@@ -12,7 +12,7 @@
 
 #include "locate/crossings.hpp"
 #include "locate/evidence.hpp"
-#include "locate/found_origin.hpp"
+#include "locate/make_origin.hpp"
 
 namespace nanlocator::inline locate_room {
 

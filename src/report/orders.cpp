@@ -158,6 +158,15 @@ std::string check_of_hosts(const std::vector<std::string>& hosts, int ranks_per_
   return netcheck_command(ranks_per_host, static_cast<int>(hosts.size()), hosts.front());
 }
 
+/// The second time, the decision is another one (locate/decision.hpp).
+void add_again(const Verdict& verdict, Rows& rows) {
+  const JobDecision& decision = verdict.decision;
+  const bool is_restarted = decision.kind != DecisionKind::do_not_restart &&
+                            decision.kind != DecisionKind::none_needed && !decision.is_traced;
+  if (!is_restarted) return;
+  add_row(rows, "if AGAIN", "at the same place: leave it down; its block says whom to page");
+}
+
 }  // namespace
 
 void add_row(Rows& rows, const char* label, std::string text) {
@@ -314,15 +323,6 @@ std::string checkpoint_of(const Verdict& verdict) {
     text += ", NEVER LOAD " + newer.back() + (newer.size() > 1 ? " or anything newer" : "");
   }
   return text;
-}
-
-/// The second time, the decision is another one (locate/decision.hpp).
-static void add_again(const Verdict& verdict, Rows& rows) {
-  const JobDecision& decision = verdict.decision;
-  const bool is_restarted = decision.kind != DecisionKind::do_not_restart &&
-                            decision.kind != DecisionKind::none_needed && !decision.is_traced;
-  if (!is_restarted) return;
-  add_row(rows, "if AGAIN", "at the same place: leave it down; its block says whom to page");
 }
 
 void add_check(const Verdict& verdict, Rows& rows) {

@@ -96,12 +96,6 @@ def no_slurm(monkeypatch):
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
 
 
-ROWS = {
-    "EXCLUDE": [["check", "nanlocator netcheck --nproc-per-node 8   (on a17, out of the job)"]],
-    "RESTART_AS_IS": [["check", "the error counters on a17 now: nvidia-smi -q -d ECC"]],
-}
-
-
 def planted(folder, kind, *, severity="ERROR", step=700, saved=(600,), job=JOB, attempt=0, **decision):
     """An attempt's folder with such a verdict, and checkpoints in Megatron's layout."""
     checkpoints = folder / "my ckpt"
@@ -122,7 +116,12 @@ def planted(folder, kind, *, severity="ERROR", step=700, saved=(600,), job=JOB, 
             "ticket": "nobody",
             **decision,
         },
-        "narrative": {"severity": severity, "action": f"DO {kind}", "rows": ROWS.get(kind, [])},
+        "narrative": {
+            "severity": severity,
+            "action": f"DO {kind}",
+            "rows": [["check", "rm -r . # no sentence of a verdict is a command"]],
+        },
+        "layout": {"ranks_per_host": 8},
         "launch": {
             "found": time.strftime("%Y-%m-%d %H:%M", time.gmtime(FOUND)),
             "scheduler": "slurm" if job else None,

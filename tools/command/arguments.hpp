@@ -66,6 +66,7 @@ struct Command {
   std::string_view exit_codes = {};
   std::string_view examples = {};  // lines
   int (*run)(const Arguments&) = nullptr;
+  const char* python_module = nullptr;  // that is the command, in place of `run`
   std::span<const Command> commands = {};
 };
 

@@ -50,6 +50,7 @@ inline constexpr Command kCheckCheckpoint = {
         "nanlocator check-checkpoint checkpoints/iter_0001250 --compare checkpoints/iter_0001000\n"
         "nanlocator check-checkpoint checkpoints --all --json\n"
         "nanlocator check-checkpoint model.safetensors --parameter '*.q_proj.weight'\n"
-        "python -m nanlocator.check_checkpoint last.ckpt    (the same)"};
+        "python -m nanlocator.check_checkpoint last.ckpt    (the same)",
+    .python_module = "nanlocator.check_checkpoint"};
 
 }  // namespace nanlocator::command

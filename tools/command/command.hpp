@@ -1,5 +1,6 @@
-// The commands of `nanlocator`, one file each with its table of options, its help and its code. A
-// new one is a file here and a line in main.cpp.
+// The commands of `nanlocator`, one file each with its table of options, its help and its code; one
+// that is a module of Python has only the table (*_options.hpp). A new one is a file here and a
+// line in main.cpp.
 #pragma once
 
 #include <string>
@@ -22,13 +23,10 @@ inline constexpr int kWrongUse = 2;  // wrong arguments, or unreadable input
 /// Each command's `run` returns the exit code and throws nanlocator::Error, which main turns into
 /// one line on stderr and kWrongUse.
 Command bundle_command();
-Command check_checkpoint_command();
-Command doctor_command();
 Command explain_command();
 Command history_command();
 Command map_command();
 Command netcheck_command();
-Command next_command();
 Command replay_command();
 Command report_command();
 Command version_command();

@@ -23,6 +23,7 @@ inline constexpr Command kDoctor = {
         "nanlocator doctor\n"
         "nanlocator doctor train.py\n"
         "nanlocator doctor --json > here.json    (for a bug report)\n"
-        "python -m nanlocator.doctor             (the same)"};
+        "python -m nanlocator.doctor             (the same)",
+    .python_module = "nanlocator.doctor"};
 
 }  // namespace nanlocator::command

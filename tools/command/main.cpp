@@ -11,8 +11,11 @@
 #include <string_view>
 #include <vector>
 
+#include "check_checkpoint_options.hpp"
 #include "command.hpp"
+#include "doctor_options.hpp"
 #include "files/printable.hpp"
+#include "next_options.hpp"
 
 namespace nanlocator::command {
 namespace {
@@ -35,12 +38,10 @@ void report_truncated_files() {
 
 int run(const std::vector<std::string>& words) {
   report_truncated_files();
-  const Command commands[] = {bundle_command(),   check_checkpoint_command(),
-                              doctor_command(),   explain_command(),
-                              history_command(),  map_command(),
-                              netcheck_command(), next_command(),
-                              replay_command(),   report_command(),
-                              version_command()};
+  const Command commands[] = {
+      bundle_command(), kCheckCheckpoint,   kDoctor, explain_command(), history_command(),
+      map_command(),    netcheck_command(), kNext,   replay_command(),  report_command(),
+      version_command()};
   const Command nanlocator = {
       .name = "nanlocator",
       .summary = "Finds where a NaN or Inf of a distributed training run was born",
@@ -55,6 +56,8 @@ int run(const std::vector<std::string>& words) {
     int code = kClean;
     if (given.asks_for_help) {
       std::cout << help_of(*given.command, given.name, help_width());
+    } else if (given.command->python_module != nullptr) {
+      run_python_module(given.command->python_module, given.words);
     } else {
       code = given.command->run(given);
     }

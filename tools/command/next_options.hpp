@@ -34,6 +34,7 @@ inline constexpr Command kNext = {
     .examples =
         "nanlocator next nanlocator_run\n"
         "nanlocator next /scratch/job17/nanlocator_run/a0 --json\n"
-        "python -m nanlocator.next_steps nanlocator_run    (the same)"};
+        "python -m nanlocator.next_steps nanlocator_run    (the same)",
+    .python_module = "nanlocator.next_steps"};
 
 }  // namespace nanlocator::command

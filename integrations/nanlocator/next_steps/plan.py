@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanlocator import _C
 from nanlocator.next_steps.checkpoints import TRACKER, Checkpoint
 from nanlocator.next_steps.run import Run
 from nanlocator.next_steps.slurm import Job
@@ -316,8 +317,7 @@ class _Planner:
 
     def _netcheck(self) -> None:
         plan, out = self._plan, self._out
-        text = next((text for label, text in self._rows if label == "check"), "")
-        if not text or not self._suspects:
+        if not self._suspects:
             return
         hosts = ", ".join(out)
         names = ",".join(out)
@@ -334,9 +334,9 @@ class _Planner:
                 plan.verified.append(f"netcheck failed ({file}): {self._run.netcheck.get('verdict')}")
             return
         if out:
-            command = (
-                f"{text.partition('   (')[0]} --output {shlex.quote(str(self._run.folder / 'netcheck.json'))}"
-            )
+            layout = self._run.verdict.get("layout") or {}
+            check = _C.netcheck_command(int(layout.get("ranks_per_host", 1)), len(out), shlex.quote(out[0]))
+            command = f"{check} --output {shlex.quote(str(self._run.folder / 'netcheck.json'))}"
             outcomes = [
                 Outcome("FAIL (exit status 1)", f"what it names stays out; plan again: {self._again()}"),
                 Outcome("PASS (exit status 0)", f"{hosts} may return", resume),

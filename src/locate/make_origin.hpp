@@ -1,4 +1,4 @@
-// An origin as found in the step's first pass, before a re-run's births are merged in.
+// An origin's place: the ranks that it may be on, and what follows from them.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-#include "locate/found_origin.hpp"
+#include "locate/make_origin.hpp"
 
 #include <optional>
 
