@@ -811,6 +811,8 @@ def _given(kept: Any, replay: _C.StepReplay, by_reference: set[int]) -> Any:
 def _results_in(output: Any) -> list[torch.Tensor]:
     """Also those in objects of other classes: a distribution's logits."""
     results = _C.tensors_in(output)
+    if isinstance(output, torch.Tensor):  # nearly always, in each step
+        return results
     known = {id(tensor) for tensor in results}
     return [*results, *(tensor for tensor in tensors_beside(output) if id(tensor) not in known)]
 
