@@ -50,28 +50,6 @@ std::string elements_of(const Origin& origin) {
   return text;
 }
 
-/// "an all-reduce" of "c10d::allreduce_".
-std::string collective_name_of(const std::string& op) {
-  switch (collective_kind_of(op).value_or(CollectiveKind::exchange)) {
-    case CollectiveKind::all_reduce:
-      return "an all-reduce";
-    case CollectiveKind::reduce_scatter:
-      return "a reduce-scatter";
-    case CollectiveKind::reduce:
-      return "a reduce";
-    case CollectiveKind::all_gather:
-      return "an all-gather";
-    case CollectiveKind::broadcast:
-      return "a broadcast";
-    case CollectiveKind::scatter:
-      return "a scatter";
-    case CollectiveKind::exchange:
-      return op.empty() ? "a collective" : "an all-to-all";
-    default:
-      return "a transfer";
-  }
-}
-
 std::string operation_text(const Origin& origin) {
   const bool is_backward = origin.direction == Direction::backward;
   if (!origin.custom_function.empty()) {
@@ -191,8 +169,9 @@ std::string outcome_of_variant(const Fact& fact) {
   const bool is_bad = fact.kind == FactKind::variant_bad;
   const auto is_of = [&](RerunVariant variant) { return fact.variant == name_of(variant); };
   if (is_of(RerunVariant::constant_memory) && !is_bad)
-    return "finite with new memory filled with 1";
-  if (is_of(RerunVariant::nan_memory) && is_bad) return "bad with new memory filled with NaN";
+    return "finite in a re-run that fills new memory with 1";
+  if (is_of(RerunVariant::nan_memory) && is_bad)
+    return "bad in a re-run that fills new memory with NaN";
   if (is_of(RerunVariant::eager) && !is_bad) return "finite without torch.compile";
   if (is_of(RerunVariant::compiled) && is_bad) return "bad again with it";
   if (is_of(RerunVariant::serialised) && !is_bad) {
@@ -311,6 +290,24 @@ bool may_be_code(const Origin& origin) {
                              [&](Suspect each) { return std::ranges::count(kOfCode, each) > 0; });
 }
 
+/// Why a restart of the same may do; null if the decision is another one, or the tests say it.
+const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
+  const JobDecision& decision = verdict.decision;
+  if (decision.kind != DecisionKind::restart_as_is || decision.is_traced) return nullptr;
+  switch (origin.cause) {
+    case Cause::uninitialised_memory:
+      return "a restart has other memory, in most steps finite";
+    case Cause::race:
+      return "a restart has another timing";
+    case Cause::bad_buffer:
+      return "a restart computes it anew";
+    case Cause::left_gradients:
+      return "a restart begins without them";
+    default:
+      return nullptr;
+  }
+}
+
 std::string cause_of(const Verdict& verdict, const Origin& origin) {
   std::string kind = kind_of(origin);
   std::string open = suspects_text(origin);
@@ -333,6 +330,7 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   if (kind == "unknown" || kind == "routine") certainty.clear();
   std::vector<std::string> parts = tests_of(verdict, origin);
   if (!open.empty()) parts.push_back(label + open);
+  if (const char* chance = chance_of_restart(verdict, origin)) parts.emplace_back(chance);
   const bool is_open = certainty != ", proven";
   if (parts.empty() && is_open && !verdict.rerun.done) {
     const std::string& why = verdict.rerun.why_not;
@@ -373,7 +371,8 @@ std::string audience_of(const JobDecision& decision) {
 
 std::string code_place_of(const Verdict& verdict, const Origin& origin) {
   if (!origin.code) return "";
-  const bool is_only_read = was_there(origin) || origin.cause == Cause::memory_corruption;
+  const bool is_only_read = (was_there(origin) && origin.detail != Detail::made_earlier) ||
+                            origin.cause == Cause::memory_corruption;
   std::string text = (is_only_read ? "first read at " : "") + code_place(*origin.code);
   if (!origin.code->function.empty()) text += " in " + origin.code->function;
   switch (origin.phase) {
@@ -438,7 +437,8 @@ std::vector<std::string> reasons_of(const Origin& origin) {
       FactKind::same_on_ranks,   FactKind::values_at_first_bad,  FactKind::input,
       FactKind::reached,         FactKind::derivative_of,        FactKind::copies_clean,
       FactKind::peers_finite,    FactKind::members_got_the_same, FactKind::called_in_framework,
-      FactKind::control_clean,   FactKind::stated_action,        FactKind::update_undefined};
+      FactKind::control_clean,   FactKind::stated_action,        FactKind::update_undefined,
+      FactKind::became};
   std::vector<std::string> reasons;
   for (const Fact& fact : ordered_facts(origin)) {
     const int place = place_of(fact);
@@ -476,6 +476,9 @@ void add_details(const Verdict& verdict, const Origin& origin, std::string_view 
   }
   add_row(narrative.details, "here", values_here_of(origin));
   add_rows(narrative.details, "why", reasons_of(origin));
+  if (const Fact* const after = find_fact(origin.facts, FactKind::became)) {
+    add_row(narrative.details, "then", fact_text(*after));
+  }
   add_rows(narrative.details, "next", steps_text(origin));
   if (!origin.bundle.empty()) {
     add_row(narrative.details, "replay", replay_command(run_dir, origin.bundle));
@@ -506,15 +509,18 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   if (!run_dir.empty() && decision.kind != DecisionKind::none_needed) {
     add_row(narrative.rows, "plan",
             "nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string()) +
-                "   (what to do, as of when you run it; checks job and checkpoints)");
+                "   (these orders as of now: it looks at the job, its checkpoints and hosts)");
   }
   add_row(narrative.rows, "what", what_of(verdict, origin));
   if (origin != nullptr) add_row(narrative.rows, "cause", cause_of(verdict, *origin));
   add_row(narrative.rows, "state", state_of(verdict));
   add_row(narrative.rows, "kill", kill_of(verdict));
+  const bool is_look_first = is_to_look_first(verdict);
+  if (is_look_first) add_check(verdict, narrative.rows);
   add_row(narrative.rows, "checkpoint", checkpoint_of(verdict));
+  add_skip(verdict, narrative.rows);
   add_trace(verdict, narrative.rows);
-  add_check(verdict, narrative.rows);
+  if (!is_look_first) add_check(verdict, narrative.rows);
   if (verdict.origins.size() > 1) {
     add_row(narrative.rows, "also",
             count_text(verdict.origins.size() - 1, "other place") +

@@ -96,6 +96,14 @@ std::string check_command(const std::string& path) {
   return "nanlocator check-checkpoint " + shell_word(path);
 }
 
+/// Memory that nobody wrote is finite in most steps.
+std::string garbage_text(const Verdict& verdict) {
+  const Origin* const origin = deciding_origin(verdict);
+  return origin != nullptr && origin->cause == Cause::uninitialised_memory
+             ? "; steps before may have trained on finite garbage of that memory"
+             : "";
+}
+
 /// What to load once the job may start again.
 std::string loaded_text(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
@@ -109,17 +117,14 @@ std::string loaded_text(const Verdict& verdict) {
   }
   if (file != nullptr) {
     const std::string path = joined_path(folder, file->name);
-    return "LOAD " + path + " (after " + step_text(file->step) + "; first: " + check_command(path) +
-           ")";
+    return "LOAD " + path + " (after " + step_text(file->step) + "), once " + check_command(path) +
+           " finds it finite, else the one before" + garbage_text(verdict);
   }
   if (decision.newest_step && *decision.newest_step < 1) {
     return "LOAD what this run was started from: no step of it was finished";
   }
   if (may_load_newest(verdict)) {
-    const Origin* const origin = deciding_origin(verdict);
-    const bool may_be_garbage = origin != nullptr && origin->cause == Cause::uninitialised_memory;
-    return std::string("LOAD the newest: no NaN or Inf can have been saved") +
-           (may_be_garbage ? "; finite garbage from that memory may have been trained on" : "");
+    return "LOAD the newest: no NaN or Inf can have been saved" + garbage_text(verdict);
   }
   return "LOAD the newest from before the update of step " + first_bad_step(verdict) +
          ", NEVER LOAD anything newer";
@@ -164,7 +169,14 @@ void add_again(const Verdict& verdict, Rows& rows) {
   const bool is_restarted = decision.kind != DecisionKind::do_not_restart &&
                             decision.kind != DecisionKind::none_needed && !decision.is_traced;
   if (!is_restarted) return;
-  add_row(rows, "if AGAIN", "at the same place: leave it down; its block says whom to page");
+  const bool is_of_somebody =
+      decision.ticket != Owner::nobody && decision.ticket != Owner::cluster_operator;
+  const bool is_of_data = decision.kind == DecisionKind::skip_batch;
+  add_row(rows, "if AGAIN",
+          std::string(is_of_data ? "in another batch" : "in the same operator or parameter") +
+              ": leave it down, page the " +
+              person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
+              "; elsewhere: as its own block says");
 }
 
 }  // namespace
@@ -197,6 +209,20 @@ std::string severity_of(const Verdict& verdict) {
   }
 }
 
+bool is_to_look_first(const Verdict& verdict) {
+  if (!verdict.decision.ranks.empty() && leaves_suspects_out(verdict.decision)) return false;
+  return std::ranges::any_of(ranks_to_look_at(verdict), [&](int rank) {
+    const RankCoordinates* const known = find_mentioned(verdict, rank);
+    return known != nullptr && is_gpu(*known);
+  });
+}
+
+/// "CHECK a18, THEN ", if that decides where it is restarted.
+static std::string check_first_text(const Verdict& verdict) {
+  if (!is_to_look_first(verdict) || !verdict.layout) return "";
+  return "CHECK " + joined(hosts_of(verdict, ranks_to_look_at(verdict))) + ", THEN ";
+}
+
 std::string action_text_of(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
   const bool is_running_damaged = course_of(verdict) == Course::goes_on_damaged;
@@ -205,7 +231,8 @@ std::string action_text_of(const Verdict& verdict) {
     case DecisionKind::none_needed:
       return decision.ticket == Owner::nobody ? "NO ACTION" : "LET IT RUN, FILE A TICKET";
     case DecisionKind::restart_as_is:
-      return kill + (decision.is_traced ? "RESTART TRACED" : "RESTART ONCE AS IT IS");
+      return kill + check_first_text(verdict) +
+             (decision.is_traced ? "RESTART TRACED" : "RESTART ONCE AS IT IS");
     case DecisionKind::exclude:
       return kill + "RESTART WITHOUT " + suspects_text(verdict);
     case DecisionKind::skip_batch:
@@ -214,7 +241,7 @@ std::string action_text_of(const Verdict& verdict) {
       if (decision.is_traced) return kill + "RESTART TRACED";
       const CheckpointFile* const file =
           decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
-      return kill + "RESTART FROM " +
+      return kill + check_first_text(verdict) + "RESTART FROM " +
              (decision.is_to_check ? "A CHECKPOINT THAT IS CHECKED FINITE"
               : file != nullptr    ? file->name
               : may_load_newest(verdict)
@@ -236,7 +263,11 @@ std::string restart_word_of(const Verdict& verdict) {
     case DecisionKind::do_not_restart:
       return "NO";
     case DecisionKind::restart_as_is:
-      return "ONCE";
+      return is_to_look_first(verdict) ? "ONCE, after the check" : "ONCE";
+    case DecisionKind::older_checkpoint:
+      return is_to_look_first(verdict) ? "ONCE, after the check" : "ONCE";
+    case DecisionKind::skip_batch:
+      return "YES, WITHOUT the batch of " + step_text(verdict.iteration);
     default:
       return "YES";
   }
@@ -290,8 +321,8 @@ std::string state_of(const Verdict& verdict) {
   if (verdict.decision.kind == DecisionKind::do_not_restart) {
     text += verdict.decision.recurrence == Recurrence::same_place
                 ? "; an earlier attempt of this run failed in the same way"
-            : is_known_to_fail_again(verdict) ? "; it fails again with the same data"
-                                              : "; it is expected to fail again";
+            : is_known_to_fail_again(verdict) ? "; a restart fails again until it is mended"
+                                              : "; a restart is expected to fail again";
   } else if (verdict.decision.recurrence == Recurrence::same_device) {
     text += "; the same device failed in an earlier attempt of this run";
   }
@@ -325,6 +356,16 @@ std::string checkpoint_of(const Verdict& verdict) {
   return text;
 }
 
+void add_skip(const Verdict& verdict, Rows& rows) {
+  if (verdict.decision.kind != DecisionKind::skip_batch) return;
+  add_row(
+      rows, "skip",
+      "the batch of " + step_text(verdict.iteration) +
+          " by the loader's own means (its sampler's state, a list of steps to leave out); where "
+          "there are none: leave it down, page the " +
+          person_of(verdict.decision.ticket));
+}
+
 void add_check(const Verdict& verdict, Rows& rows) {
   const JobDecision& decision = verdict.decision;
   const std::vector<int> ranks = ranks_to_look_at(verdict);
@@ -333,21 +374,27 @@ void add_check(const Verdict& verdict, Rows& rows) {
   const bool is_suspected = !decision.ranks.empty();
   const std::string suspects = is_suspected ? suspects_text(verdict) : joined(hosts);
   if (!is_suspected || !leaves_suspects_out(decision)) {
-    const bool is_gpu_known = std::ranges::any_of(ranks, [&](int rank) {
-      const RankCoordinates* const known = find_mentioned(verdict, rank);
-      return known != nullptr && is_gpu(*known);
-    });
-    if (!is_gpu_known) return add_again(verdict, rows);
+    if (!is_to_look_first(verdict)) return add_again(verdict, rows);
+    const bool is_down = decision.kind == DecisionKind::do_not_restart;
+    const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
+    const std::string without =
+        joined(hosts) + (is_slurm ? " (sbatch --exclude=" + joined(hosts) + ")" : "");
+    const CheckpointFile* const file = decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
     add_row(rows, "check",
-            "the error counters on " + joined(hosts) +
-                " now: nvidia-smi -q -d ECC (volatile, uncorrectable); dmesg -T | grep NVRM");
-    const CheckpointFile* const file = checkpoint_to_load(verdict);
+            (is_down ? "on " : "FIRST, on ") + joined(hosts) +
+                ": nvidia-smi -q -d ECC; dmesg -T | grep NVRM");
     add_row(rows, "if errors",
-            "restart without " + suspects + (file == nullptr ? "" : ", from " + file->name) +
+            "uncorrectable volatile counts above 0, or NVRM lines since the job began: restart "
+            "without " +
+                without +
+                (file != nullptr        ? ", from " + file->name
+                 : decision.is_to_check ? ", from a checkpoint found finite"
+                                        : "") +
                 "; ticket cluster on-call");
     if (!is_suspected) return add_again(verdict, rows);
     add_row(rows, "if AGAIN",
-            "on " + suspects + ": it stays out; on other hosts: leave it down, page the " +
+            "on " + joined(hosts) +
+                ": restart without it; on other hosts: leave it down, page the " +
                 person_of(decision.page == Owner::framework ? decision.page : Owner::model_author));
     return;
   }
@@ -374,10 +421,12 @@ void add_trace(const Verdict& verdict, Rows& rows) {
                          count_text(static_cast<std::size_t>(std::max<std::int64_t>(steps, 1)),
                                     "step") +
                          ")") +
-              "; its steps take longer; where it is bad again it stops, and its block names the "
-              "line");
+              "; its steps take longer");
+  add_row(rows, "if AGAIN",
+          "it stops there, and its own block names the operator and whom to page");
   add_row(rows, "if finite",
-          "beyond " + step_text(verdict.iteration) + ": take the variable out and go on");
+          "beyond " + step_text(verdict.iteration) +
+              ": at the next checkpoint end it, take the variable out, restart from there");
 }
 
 }  // namespace nanlocator::inline report_room

@@ -36,6 +36,10 @@ void add_row(Rows& rows, const char* label, std::string text);
 /// How to run the step traced, for a decision that asks for it.
 void add_trace(const Verdict& verdict, Rows& rows);
 /// What tells a machine from code, and what its outcomes mean.
+/// A look at the devices' counters decides on which hosts it is restarted.
+[[nodiscard]] bool is_to_look_first(const Verdict& verdict);
+/// How the batch is left out: a job knows its own way.
+void add_skip(const Verdict& verdict, Rows& rows);
 void add_check(const Verdict& verdict, Rows& rows);
 
 }  // namespace nanlocator::inline report_room

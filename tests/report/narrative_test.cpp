@@ -90,16 +90,16 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
       format_verdict(division_by_zero(), {.run_dir = "/runs/a0"}),
       R"(nanlocator ERROR[div_zero] 2026-11-27 02:58 UTC job 88213 gpt-moe, step 2: LEAVE IT DOWN, PAGE THE MODEL AUTHOR
   restart NO | hosts none suspected | load nothing now | page model author | ticket none
-  plan:        nanlocator next /runs/a0   (what to do, as of when you run it; checks job and checkpoints)
+  plan:        nanlocator next /runs/a0   (these orders as of now: it looks at the job, its checkpoints and hosts)
   what:        division by zero: torch.div in decoder.layers.2.mlp.router on rank 3 = a17:GPU3 gave -Inf
                (non-finite) in 4 of 128 elements from [0, 0]; it reached the gradients of 1 parameter on 2
                ranks
   cause:       code, proven: the same came back, bit for bit, in a re-run on the same GPU; the call alone
                gives it again, in float64, too; every input was finite
-  state:       stopped before the update of step 2; weights finite, as after step 1; it fails again with the
-               same data
-  checkpoint:  when it is mended, LOAD /ckpt/run17/iter_0000001 (after step 1; first: nanlocator
-               check-checkpoint /ckpt/run17/iter_0000001)
+  state:       stopped before the update of step 2; weights finite, as after step 1; a restart fails again
+               until it is mended
+  checkpoint:  when it is mended, LOAD /ckpt/run17/iter_0000001 (after step 1), once nanlocator
+               check-checkpoint /ckpt/run17/iter_0000001 finds it finite, else the one before
   --- for the model author
   model/router.py:515 in gate, forward, microbatch 1 (rank 3 = a17:GPU3)
   515 |  return t / denominator
@@ -225,13 +225,13 @@ TEST(Narrative, CheckpointsThatHoldTheFaultAreNeverLoaded) {
                                  {.step = 600, .name = "iter_0000600"}};
   verdict.decision = decide(verdict);
   const Narrative told = narrative_of(verdict);
-  EXPECT_EQ(told.action, "RESTART FROM iter_0000600");
-  EXPECT_THAT(
-      told.rows,
-      Contains(Pair("checkpoint", HasSubstr("LOAD /ckpt/run17/iter_0000600 (after step 600; first: "
-                                            "nanlocator check-checkpoint "
-                                            "/ckpt/run17/iter_0000600), "
-                                            "NEVER LOAD iter_0000700 or anything newer"))));
+  EXPECT_EQ(told.action, "CHECK a17, THEN RESTART FROM iter_0000600");
+  EXPECT_THAT(told.rows,
+              Contains(Pair("checkpoint",
+                            HasSubstr("LOAD /ckpt/run17/iter_0000600 (after step 600), once "
+                                      "nanlocator check-checkpoint "
+                                      "/ckpt/run17/iter_0000600 finds it finite, else the "
+                                      "one before, NEVER LOAD iter_0000700 or anything newer"))));
 }
 
 TEST(Narrative, ACleanAndAnEmptyVerdictSaySo) {
