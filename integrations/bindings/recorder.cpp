@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "nanlocator/operators/earlier_write.hpp"
 #include "nanlocator/recorder/step_recorder.hpp"
 #include "tensor/steady_copy.hpp"
 
@@ -72,7 +73,11 @@ void bind_recorder(py::module_& m) {
   m.def("has_content", &has_content, "tensor"_a, "sample"_a, ReleaseGil());
   m.def(
       "steady_copies",
-      [](const std::vector<at::Tensor>& tensors) { return steady_together(tensors, steady_copy); },
+      [](const std::vector<at::Tensor>& tensors) {
+        auto copies = steady_together(tensors, steady_copy);
+        for (std::size_t i = 0; i < tensors.size(); ++i) note_copy(tensors[i], copies[i]);
+        return copies;
+      },
       "tensors"_a, ReleaseGil());
   py::class_<StepRecorder>(m, "StepRecorder")
       .def(py::init([](const py::function& function_call_of, std::uint64_t most_bytes) {
@@ -92,6 +97,8 @@ void bind_recorder(py::module_& m) {
       .def("close", &StepRecorder::close)
       .def("pause", &StepRecorder::pause)
       .def("resume", &StepRecorder::resume)
+      .def_property_readonly("is_inside_event",
+                             [](const StepRecorder&) { return StepRecorder::is_inside_event(); })
       .def("begin_step", &StepRecorder::begin_step, ReleaseGil())
       .def("forget", &StepRecorder::forget, ReleaseGil())
       .def(
@@ -105,6 +112,7 @@ void bind_recorder(py::module_& m) {
           "note_received",
           [](StepRecorder& r, const std::vector<at::Tensor>& tensors) { r.note_received(tensors); },
           "tensors"_a)
+      .def("note_earlier_writes", &StepRecorder::note_earlier_writes, ReleaseGil())
       .def("steady", &StepRecorder::steady, "tensors"_a, ReleaseGil())
       .def(
           "add_call",

@@ -114,7 +114,6 @@ void bind_trace(py::module_& m) {
       .def(py::init<>(), ReleaseGil());
   m.def("name_process_group", &name_process_group, "nanlocator::name_process_group.", "group"_a,
         "name"_a, "members"_a, ReleaseGil());
-  m.def("note_received", &note_received, "nanlocator::note_received.", "tensors"_a, ReleaseGil());
   py::class_<TracedBirth>(m, "TracedBirth")
       .def_readonly("birth", &TracedBirth::birth)
       .def_property_readonly("has_call", [](const TracedBirth& t) { return t.call.has_value(); });

@@ -181,8 +181,8 @@ Cause cause_of(const Birth& birth) {
       return Cause::memory_corruption;
     case BirthKind::user_hook:
       return Cause::user_hook;
-    case BirthKind::collective:
-      return Cause::collective_result;
+    case BirthKind::collective:  // a member's fault that did not come again looks the same
+      return birth.last_seen == LastSeen::first_pass ? Cause::unknown : Cause::collective_result;
   }
   return Cause::unknown;
 }
@@ -314,11 +314,12 @@ Fact reached_fact(const Root& root) {
 /// The origin of memory that was bad when read; empty for an operator's result.
 std::optional<Fact> history_of_memory(const Birth& birth) {
   if (birth.reader.empty()) return std::nullopt;
-  const FactKind kind = birth.last_seen == LastSeen::finite      ? FactKind::finite_when_written
-                        : birth.last_seen == LastSeen::allocated ? FactKind::allocated_not_written
-                        : birth.kind == BirthKind::collective    ? FactKind::received_by
-                        : !birth.inside.empty()                  ? FactKind::made_off_dispatcher
-                                                                 : FactKind::made_before_pass;
+  const FactKind kind = birth.last_seen == LastSeen::finite       ? FactKind::finite_when_written
+                        : birth.last_seen == LastSeen::allocated  ? FactKind::allocated_not_written
+                        : birth.last_seen == LastSeen::first_pass ? FactKind::made_before_pass
+                        : birth.kind == BirthKind::collective     ? FactKind::received_by
+                        : !birth.inside.empty()                   ? FactKind::made_off_dispatcher
+                                                                  : FactKind::made_before_pass;
   return Fact{.kind = kind, .op = birth.reader, .writer = birth.writer, .inside = birth.inside};
 }
 

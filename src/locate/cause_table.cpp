@@ -439,6 +439,7 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
     return Confidence::medium;
   }
   if (origin.detail == Detail::custom_code) return Confidence::medium;
+  if (origin.detail == Detail::made_earlier) return Confidence::medium;
   if (has<FactKind::update_undefined>(origin)) return Confidence::medium;
   if (origin.cause == Cause::race && is_of_timing(origin) &&
       (is_beside<Concurrent::transfer>(origin) || is_beside<Concurrent::thread>(origin) ||

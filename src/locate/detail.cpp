@@ -129,6 +129,10 @@ bool has_pole_in_slope(std::string_view forward_op) {
 Detail detail_of(const Birth& birth) {
   const bool is_computed = birth.kind == BirthKind::nan || birth.kind == BirthKind::inf ||
                            birth.kind == BirthKind::nan_from_inf;
+  if (birth.kind == BirthKind::buffer && !birth.writer.empty() &&
+      birth.writer == birth.sighting.op) {
+    return Detail::made_earlier;
+  }
   if (!is_computed) return Detail::none;
   const Detail masked = birth.kind == BirthKind::nan_from_inf ? of_operator(birth) : Detail::none;
   if (birth.kind == BirthKind::nan_from_inf) {

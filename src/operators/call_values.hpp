@@ -22,6 +22,16 @@ void for_each_tensor_at(const c10::IValue& value, const Visit& visit) {
   }
 }
 
+/// The same for lists of lists, too, as of c10d's operators; without the elements' indices.
+template <class Visit>
+void for_each_tensor_within(const c10::IValue& value, const Visit& visit) {
+  if (value.isTensor()) {
+    visit(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue& each : value.toListRef()) for_each_tensor_within(each, visit);
+  }
+}
+
 /// callBoxed shows observers its whole stack; the call's own values are at the end.
 [[nodiscard]] inline c10::ArrayRef<c10::IValue> last_values(c10::ArrayRef<c10::IValue> values,
                                                             std::size_t count) {

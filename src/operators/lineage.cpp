@@ -241,6 +241,14 @@ void Lineage::note_touch(const at::Tensor& tensor, const std::shared_ptr<const P
   record->touches.push_back({.range = range, .by = place});
 }
 
+void Lineage::note_earlier(const at::Tensor& tensor, const std::string* writer,
+                           const std::shared_ptr<const Place>& place) {
+  StorageRecord& record = record_of(tensor);
+  record.state = StorageState::earlier;
+  record.writer = writer;
+  record.place = place;
+}
+
 void Lineage::note_foreign(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {
   if (find(tensor) != nullptr) return;
   StorageRecord& record = record_of(tensor);

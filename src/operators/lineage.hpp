@@ -20,6 +20,7 @@
 #include "nanlocator/operators/operator_trace.hpp"
 #include "nanlocator/operators/program_code.hpp"
 #include "nanlocator/scan/content.hpp"
+#include "operators/process_groups.hpp"
 #include "tensor/observed_tensor.hpp"
 
 namespace nanlocator::inline operators_room {
@@ -55,13 +56,6 @@ struct Given {
   }
 };
 
-struct NamedGroup {
-  std::string name;
-  std::vector<int> members;  // global ranks
-};
-/// The group that name_process_group has named; null if there is none of this c10d name.
-[[nodiscard]] std::shared_ptr<const NamedGroup> named_group(const std::string& group);
-
 /// Code that computes without the dispatcher, or a place in the model: the surroundings of an
 /// opaque birth.
 struct Place {
@@ -78,6 +72,7 @@ struct Place {
   ProgramCode::Caller allocated_at;
   /// Of the frame, null without one. The trace's lock guards the pointee.
   std::shared_ptr<Given> given;
+  bool is_of_first_pass = false;     // of a collective that this pass does not execute
   bool is_called_by_program = true;  // no engine between the program's code and the operator
   bool is_backward = false;
   bool is_recomputed = false;  // a forward that runs again inside backward
@@ -88,6 +83,7 @@ enum class StorageState : std::uint8_t {
   allocated,  // by an operator; no operator has written it
   written,    // by operators, finite in `finite_range` at their time
   received,   // by a collective; not scanned yet
+  earlier,    // by an operator that this pass does not repeat
   foreign,    // appeared as a gradient that no operator has written
 };
 
@@ -158,6 +154,8 @@ class Lineage {
   [[nodiscard]] std::shared_ptr<const Place> last_touch_of(const at::Tensor& tensor);
   /// A frame without schema has access to the tensor. Ignored if the storage is unknown.
   void note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place);
+  void note_earlier(const at::Tensor& tensor, const std::string* writer,
+                    const std::shared_ptr<const Place>& place);
   /// A gradient that no operator has written. Ignored if the storage is known.
   void note_foreign(const at::Tensor& tensor, const std::shared_ptr<const Place>& place);
 

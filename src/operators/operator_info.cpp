@@ -39,6 +39,31 @@ constexpr auto kFillers = std::to_array<std::string_view>(
 /// aten/src/ATen/native/Convolution.cpp).
 constexpr auto kComputing = std::to_array<std::string_view>({"aten::_convolution"});
 
+/// Their results are elements of their inputs.
+constexpr auto kMovers = std::to_array<std::string_view>({"aten::copy_",
+                                                          "aten::_to_copy",
+                                                          "aten::to",
+                                                          "aten::clone",
+                                                          "aten::contiguous",
+                                                          "aten::cat",
+                                                          "aten::stack",
+                                                          "aten::index",
+                                                          "aten::index_select",
+                                                          "aten::gather",
+                                                          "aten::take_along_dim",
+                                                          "aten::masked_select",
+                                                          "aten::flip",
+                                                          "aten::roll",
+                                                          "aten::repeat",
+                                                          "aten::repeat_interleave",
+                                                          "aten::reshape",
+                                                          "aten::flatten",
+                                                          "aten::pin_memory",
+                                                          "aten::_pin_memory",
+                                                          "aten::pad",
+                                                          "aten::constant_pad_nd",
+                                                          "aten::lift_fresh"});
+
 constexpr auto kTellers =
     std::to_array<std::string_view>({"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero",
                                      "aten::equal", "aten::allclose"});
@@ -112,6 +137,7 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
   info->is_copy = name == "aten::copy_";
   info->owns_its_copy = name == "aten::_to_copy" || name == "aten::clone";
   info->is_lift_fresh = name == "aten::lift_fresh";
+  info->moves_values = info->is_view || is_one_of(name, kMovers);
   info->tells_host = is_one_of(name, kTellers);
   info->scalars_are_values = !scalars_steer_only(name);
   info->is_composite = is_composite(handle) && !is_one_of(name, kComputing);

@@ -45,7 +45,8 @@ struct OperatorInfo {
   bool is_pointwise = false;
   bool is_custom = false;  // defined by a library or the user, not by PyTorch
   bool is_lift_fresh = false;
-  bool tells_host = false;  // returns a number to the program: item
+  bool moves_values = false;  // its results are elements of its inputs
+  bool tells_host = false;    // returns a number to the program: item
   /// A non-finite scalar may become an output value (false for bounds and orders).
   bool scalars_are_values = true;
   bool writes = false;              // at least one argument

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "nanlocator/error.hpp"
+#include "nanlocator/operators/earlier_write.hpp"
 #include "nanlocator/operators/transfer.hpp"
 #include "operators/operator_trace_impl.hpp"
 
@@ -182,46 +183,46 @@ void Transfer::end() {
   trace->are_transfers_in_flight = trace->transfers.is_any_under_way();
 }
 
-namespace {
-
-struct NamedGroups {
-  std::mutex mutex;
-  std::map<std::string, std::shared_ptr<const NamedGroup>> by_name;
-};
-
-NamedGroups& named_groups() {
-  static auto& groups = *new NamedGroups;  // operators may run while the process ends
-  return groups;
+RepeatedExchange::RepeatedExchange() noexcept {
+  is_exchange_repeated = true;
 }
 
-}  // namespace
-
-void name_process_group(const std::string& group, const std::string& name,
-                        std::vector<int> members) {
-  auto named = std::make_shared<const NamedGroup>(NamedGroup{name, std::move(members)});
-  NamedGroups& groups = named_groups();
-  const std::lock_guard lock(groups.mutex);
-  groups.by_name[group] = std::move(named);
+RepeatedExchange::~RepeatedExchange() {
+  is_exchange_repeated = false;
 }
 
-std::shared_ptr<const NamedGroup> named_group(const std::string& group) {
-  NamedGroups& groups = named_groups();
-  const std::lock_guard lock(groups.mutex);
-  const auto found = groups.by_name.find(group);
-  return found == groups.by_name.end() ? nullptr : found->second;
-}
-
-void note_received(const std::vector<at::Tensor>& tensors) {
-  static const std::string kOperator = "c10d::recv_";
+void note_earlier_write(const at::Tensor& tensor, const EarlierWrite& write) {
   const ActiveTrace active;
   OperatorTrace::Impl* const trace = active.get();
-  if (trace == nullptr) return;
+  if (trace == nullptr || !tensor.has_storage()) return;
+  Place place;
+  place.frame = write.op;
+  place.caller = write.caller;
+  place.group = write.group;
+  place.is_of_first_pass = write.is_received;
+  const auto shared = std::make_shared<const Place>(std::move(place));
   const std::lock_guard lock(trace->mutex);
-  for (const at::Tensor& tensor : tensors) {
-    if (!is_plainly_observable(tensor)) continue;
-    trace->lineage.note_received(tensor, trace->clock.load(std::memory_order_relaxed), &kOperator,
-                                 nullptr, {});
+  if (!trace->declarations.find_all(tensor).empty()) return;
+  if (write.is_received) {
+    trace->lineage.note_received(tensor, ++trace->clock, intern_name(write.op), shared, {});
+  } else {
+    trace->lineage.note_earlier(tensor, intern_name(write.op), shared);
   }
+}
+
+void note_copy(const at::Tensor& tensor, const at::Tensor& copy) {
+  const ActiveTrace active;
+  OperatorTrace::Impl* const trace = active.get();
+  if (trace == nullptr || !tensor.has_storage() || tensor.is_alias_of(copy)) return;
+  const std::lock_guard lock(trace->mutex);
+  Lineage& lineage = trace->lineage;
+  const StorageRecord* const record = lineage.find(tensor);
+  if (record == nullptr) return;
+  const auto place = record->place;
+  const std::string* const writer = record->writer;
+  if (record->state == StorageState::earlier) lineage.note_earlier(copy, writer, place);
+  if (record->state != StorageState::received) return;
+  lineage.note_received(copy, record->last_write, writer, place, lineage.births_in(tensor));
 }
 
 OperatorTrace::OperatorTrace(TraceOptions options)

@@ -144,9 +144,17 @@ static bool is_of_reducer(std::string_view frame) {
   return frame.starts_with("torch.distributed.ddp.reducer::");
 }
 
-int& GradientWork::depth() noexcept {
-  thread_local int depth = 0;
-  return depth;
+static thread_local std::optional<bool> works_on_gradients;
+
+GradientWork::GradientWork(bool is_on_gradients) noexcept
+    : outer_(std::exchange(works_on_gradients, is_on_gradients)) {}
+
+GradientWork::~GradientWork() {
+  works_on_gradients = outer_;
+}
+
+std::optional<bool> GradientWork::current() noexcept {
+  return works_on_gradients;
 }
 
 bool OperatorTrace::Impl::uses_gradients(ThreadFrames& frames) {
@@ -195,9 +203,11 @@ void OperatorTrace::Impl::locate(Birth& birth, ThreadFrames& frames) {
     // The program's own: an in-place division, a clip, which computes its norm without gradients.
     bool is_on_gradients = false;
     if (is_outside && !place.is_backward && !is_between_steps) {
+      const auto known = GradientWork::current();
       is_on_gradients =
-          GradientWork::is_running() || uses_gradients(frames) ||
-          (has_ended_backward.load(std::memory_order_relaxed) && !at::GradMode::is_enabled());
+          known ? *known
+                : uses_gradients(frames) || (has_ended_backward.load(std::memory_order_relaxed) &&
+                                             !at::GradMode::is_enabled());
     }
     birth.sighting.phase = is_of_reducer(place.custom_function) ? Phase::grad_reduced
                            : place.is_recomputed                ? Phase::forward
@@ -505,7 +515,9 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
     const std::lock_guard lock(mutex);
     if (const StorageRecord* record = lineage.find(values)) {
       // A record that only has tags of other bytes says nothing about these.
-      if (record->last_write != 0 || record->state == StorageState::foreign) state = record->state;
+      const bool is_of_before =
+          record->state == StorageState::foreign || record->state == StorageState::earlier;
+      if (record->last_write != 0 || is_of_before) state = record->state;
       was_finite = lineage.was_written_finite(values);
       last_write = record->last_write;
       if (record->writer != nullptr) root.writer = *record->writer;
@@ -551,6 +563,8 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
   } else if (state == StorageState::written && was_finite) {
     root.kind = BirthKind::memory;
     root.last_seen = LastSeen::finite;
+  } else if (state == StorageState::earlier) {
+    root.kind = BirthKind::buffer;
   } else if (state == StorageState::foreign && root.place) {
     born_inside(*root.place);
   } else if (!allocator.empty() && is_fresh_memory_nan()) {  // all of it, or the rest
@@ -651,6 +665,7 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
       birth.members = root.place->group->members;
     }
     if (root.place && !root.place->module.empty()) birth.sighting.module = root.place->module;
+    if (root.place && root.place->is_of_first_pass) birth.last_seen = LastSeen::first_pass;
     if (root.place && root.place->largest_sent > 0) birth.largest_sent = root.place->largest_sent;
   } else if (root.kind == BirthKind::memory) {
     birth.sighting.op = root.writer;
@@ -663,7 +678,12 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
     birth.sighting.role = root.kind == BirthKind::weight   ? "weight"
                           : root.kind == BirthKind::buffer ? "buffer"
                                                            : "input";
-    birth.sighting.position.reset();  // it was bad before the pass
+    birth.sighting.position.reset();                               // it was bad before the pass
+    if (root.kind == BirthKind::buffer && !root.writer.empty()) {  // made earlier
+      birth.sighting.op = root.writer;
+      if (root.place && root.place->caller.user.code != nullptr)
+        read_code(birth, root.place->caller);
+    }
     if (is_declared && root.kind != BirthKind::data) {
       birth.sighting.module = root.declared->module;
       birth.is_module_inferred = false;

@@ -235,6 +235,9 @@ struct OperatorTrace::Impl {
   std::set<std::string> notes;
 };
 
+/// See RepeatedExchange.
+inline thread_local bool is_exchange_repeated = false;
+
 [[nodiscard]] const std::string* intern_name(const std::string& name);
 
 }  // namespace nanlocator::inline operators_room

@@ -164,29 +164,12 @@ void OperatorTrace::Impl::capture(const at::RecordFunction& call, Frame& frame) 
   if (!frame.is_captured) frame.bytes_not_captured = wanted;
 }
 
-/// Index of the process group among the arguments; their number if there is none.
-static std::size_t index_of_group(const Frame& collective) {
-  const auto& names = collective.info->argument_names;
-  const auto count = collective.arguments.size();
-  return std::min<std::size_t>(std::ranges::find(names, "process_group") - names.begin(), count);
-}
-
 static bool is_only_written(const Frame& collective) {
   if (!is_from_root(*collective.info->collective)) return false;
-  const std::size_t i = index_of_group(collective);
+  const std::size_t i = index_of_group(*collective.info, collective.arguments.size());
   if (i + 1 >= collective.arguments.size()) return false;
   const auto group = collective.arguments[i].toCustomClass<c10d::ProcessGroup>();
   return collective.arguments[i + 1].toInt() != group->getRank();
-}
-
-static std::shared_ptr<const NamedGroup> group_of(const Frame& collective) {
-  const std::size_t i = index_of_group(collective);
-  if (i >= collective.arguments.size()) return nullptr;
-  try {
-    return named_group(collective.arguments[i].toCustomClass<c10d::ProcessGroup>()->getGroupName());
-  } catch (const std::exception&) {  // a group made outside torch.distributed has no name
-    return nullptr;
-  }
 }
 
 /// Scans the input of a collective or a send, which is the last tensor argument of c10d's operators
@@ -687,8 +670,9 @@ void OperatorTrace::Impl::note_allocation(const at::RecordFunction& call, Thread
 std::shared_ptr<const Place> OperatorTrace::Impl::place_of_collective(const Frame& collective,
                                                                       ThreadFrames& frames) {
   Place place = current_place(frames);
-  place.group = group_of(collective);
+  place.group = group_of(*collective.info, collective.arguments);
   place.largest_sent = collective.largest_sent;
+  place.is_of_first_pass = is_exchange_repeated;
   return std::make_shared<const Place>(std::move(place));
 }
 
@@ -703,25 +687,20 @@ void OperatorTrace::Impl::note_received(const at::RecordFunction& call, Frame& f
   Frame* reader = custom_frame_around(frames);
   const std::lock_guard lock(mutex);
   bool is_returned = false;
-  const auto receive = [&](const at::Tensor& tensor, int) {
+  const auto receive = [&](const at::Tensor& tensor) {
     if (!is_plainly_observable(tensor)) return;
     is_returned = true;
     if (reader != nullptr) reader->received.push_back(tensor);
     lineage.note_received(tensor, clock.load(std::memory_order_relaxed), &info.full_name, place,
                           frame.sent);
   };
-  const auto receive_all = [&](const c10::IValue& value) {
-    for_each_tensor_at(value, receive);
-    if (!value.isList()) return;
-    for (const c10::IValue& inner : value.toListRef()) {
-      if (inner.isList()) for_each_tensor_at(inner, receive);
-    }
-  };
   for (const auto& value : last_values(call.outputs(), info.returns_alias.size())) {
-    receive_all(value);
+    for_each_tensor_within(value, receive);
   }
   // recv_, reduce_, alltoall_base_, ... return only their Work and write their first argument.
-  if (!is_returned && !frame.arguments.empty()) receive_all(frame.arguments[0]);
+  if (!is_returned && !frame.arguments.empty()) {
+    for_each_tensor_within(frame.arguments[0], receive);
+  }
 }
 
 }  // namespace nanlocator::inline operators_room

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "nanlocator/recorder/step_recorder.hpp"
+#include "operators/operator_info.hpp"
 
 namespace nanlocator::inline recorder_room {
 
@@ -75,9 +76,17 @@ struct RecordedInput {
   at::Tensor kept;
   std::uint32_t version = 0;  // of `kept`, when it was read
   at::Tensor sample;          // of its content then, unless it is a copy
+  bool is_begun = false;      // `kept` is a copy of data that the operator writes in place
   bool is_read = true;        // its values are, not only its memory (views)
 
   [[nodiscard]] bool is_overwritten() const;
+};
+
+/// What a collective brought: put into the tensor `value`, or, if that is empty, a new tensor.
+struct RecordedResult {
+  std::optional<RecordedValue> value;
+  at::Tensor content;         // undefined: the program has not read it
+  std::uint32_t version = 0;  // of `content`
 };
 
 struct RecordedOutput {
@@ -99,15 +108,20 @@ struct RecordedEvent::Data {
   bool is_used = false;  // a backward of an earlier step has gone through it
 
   // An operator:
+  const OperatorInfo* info = nullptr;
   std::optional<c10::OperatorHandle> handle;
   std::vector<c10::IValue> arguments;  // without the tensors that have a name
   std::vector<RecordedInput> tensors;
   std::vector<RecordedOutput> outputs;  // new tensors
+  /// Of a collective, which a replay does not execute; its `tensors` are what it sent.
+  std::vector<RecordedResult> results;
+  std::size_t sent_argument = 0;
   /// The same, kept if it read data without keeping a copy: used once that data is overwritten.
   std::vector<at::Tensor> held;
   /// Gradients flow through its outputs, or it writes to something, so its first outputs cannot
   /// replace its execution.
   bool is_indispensable = false;
+  bool is_on_gradients = false;  // reads or writes them, or what was computed from them
   bool grad_mode = true;
   ModulePath module = nullptr;  // a module without a call of its own: a loss
   Autocast autocast = {};

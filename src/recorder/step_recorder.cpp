@@ -3,7 +3,6 @@
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
-#include <c10/core/InferenceMode.h>
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -14,17 +13,31 @@
 #include <unordered_set>
 
 #include "nanlocator/error.hpp"
+#include "nanlocator/operators/earlier_write.hpp"
 #include "nanlocator/replay/capture.hpp"
 #include "operators/call_values.hpp"
 #include "operators/operator_info.hpp"
+#include "operators/process_groups.hpp"
 #include "recorder/recorded_event.hpp"
+#include "tensor/own_work.hpp"
 #include "tensor/steady_copy.hpp"
 
 namespace nanlocator::inline recorder_room {
 namespace {
 
+/// All of its memory.
+at::Tensor bytes_of(const c10::Storage& storage) {
+  const OwnWork own_work;
+  const auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
+  return at::empty({0}, options)
+      .set_(storage, 0, {static_cast<std::int64_t>(storage.nbytes())}, {1});
+}
+
 /// No training step has more events that are still needed.
 constexpr std::size_t kMostEvents = 20000;
+/// Operators that a program executes in a step under `no_grad`, outside of modules, for what the
+/// loss uses: targets, advantages, statistics. A rollout has more; its results are data.
+constexpr std::size_t kMostWithoutGradient = 2000;
 /// Limits for copies of data per step: more than most programs' batches, and little beside a model.
 constexpr std::uint64_t kMostCopiedOnHost = std::uint64_t{64} << 20;
 constexpr std::uint64_t kMostCopiedOnDevice = std::uint64_t{32} << 20;
@@ -75,6 +88,17 @@ struct StepRecorder::Impl {
     std::uint32_t version = 0;  // after the last write
   };
 
+  struct Context final : at::ObserverContext {
+    const OperatorInfo* info = nullptr;  // null: a custom function
+    std::vector<c10::IValue> arguments;
+    std::vector<std::uint32_t> versions;  // of the tensors, in order
+    GeneratorStates generators;
+    bool draws = false;
+    bool is_kept = true;           // false: only what it wrote is noted
+    std::vector<at::Tensor> sent;  // of an exchange in place: the data before it
+    at::Tensor before;             // of data that is written in place: a copy of its content then
+  };
+
   RecorderOptions options;
   std::vector<at::Tensor> parameters;
   std::vector<std::uint32_t> versions;  // of the parameters, at the last `note_weights`
@@ -82,9 +106,47 @@ struct StepRecorder::Impl {
   at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
   std::uint64_t next_number = 0;
   int backwards = 0;
+  std::size_t without_gradient = 0;  // operators of this step outside of autograd
   std::uint64_t kept_bytes = 0;
   std::uint64_t copied_on_host = 0, copied_on_device = 0;  // bytes
-  std::unordered_set<const c10::StorageImpl*> received;
+  /// Part of a storage.
+  struct Region {
+    std::vector<std::int64_t> sizes, strides;
+    std::int64_t offset = 0;
+    at::ScalarType dtype{};
+
+    static Region of(const at::Tensor& tensor) {
+      return {tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(),
+              tensor.scalar_type()};
+    }
+    [[nodiscard]] at::Tensor of(const c10::Storage& storage, const at::TensorOptions& like) const {
+      const OwnWork own_work;
+      return at::empty({0}, like.dtype(dtype).requires_grad(false))
+          .set_(storage, offset, sizes, strides);
+    }
+  };
+  /// A result of an exchange that the program has not read yet; it may still be under way.
+  struct Arriving {
+    Region region;
+    std::shared_ptr<const RecordedEvent> event;
+    std::size_t index = 0;  // in the event's results
+  };
+  std::unordered_multimap<const c10::StorageImpl*, Arriving> arriving;
+  RecordedEvents exchanges;  // of this step
+
+  static bool is_exchange(const OperatorInfo& info) {
+    return info.collective && info.collective != CollectiveKind::send &&
+           info.name.starts_with("c10d::");
+  }
+
+  /// Memory that a replay reads and does not write, by its last write.
+  struct Unrepeated {
+    WeakStorage storage;
+    EarlierWrite write;
+    std::uint64_t step = 0;  // in which it was first written
+  };
+  std::unordered_map<const c10::StorageImpl*, Unrepeated> unrepeated;
+  std::uint64_t step = 0;
   std::unordered_map<const c10::TensorImpl*, Known> known;
   std::unordered_map<const c10::StorageImpl*, OwnMemory> memory;
   std::unordered_map<const c10::TensorImpl*, std::size_t> gradients;  // to the parameter's index
@@ -214,10 +276,11 @@ struct StepRecorder::Impl {
   }
 
   void forget_the_dead() {
-    if (known.size() + memory.size() < sweep_at) return;
+    if (known.size() + memory.size() + unrepeated.size() < sweep_at) return;
     std::erase_if(known, [](const auto& entry) { return entry.second.tensor.expired(); });
     std::erase_if(memory, [](const auto& entry) { return entry.second.storage.expired(); });
-    sweep_at = std::max<std::size_t>(1024, 2 * (known.size() + memory.size()));
+    std::erase_if(unrepeated, [](const auto& entry) { return entry.second.storage.expired(); });
+    sweep_at = std::max<std::size_t>(1024, 2 * (known.size() + memory.size() + unrepeated.size()));
     if (known.size() > kMostEvents) {
       clear();
       standing_problem =
@@ -234,15 +297,15 @@ struct StepRecorder::Impl {
     written_gradients.clear();
     roots.clear();
     read.clear();
-    received.clear();
+    unrepeated.clear();
+    arriving.clear();
+    exchanges.clear();
     kept_bytes = copied_on_host = copied_on_device = 0;
+    without_gradient = 0;
     are_gradients_new = true;
   }
 
   [[nodiscard]] bool may_copy(const at::Tensor& tensor) const {
-    if (tensor.has_storage() && received.contains(tensor.storage().unsafeGetStorageImpl())) {
-      return false;
-    }
     const bool is_on_host = tensor.device().is_cpu();
     return steady_bytes(tensor) + (is_on_host ? copied_on_host : copied_on_device) <=
            (is_on_host ? kMostCopiedOnHost : kMostCopiedOnDevice);
@@ -251,7 +314,85 @@ struct StepRecorder::Impl {
   at::Tensor steady(const at::Tensor& tensor) {
     if (!tensor.defined() || !may_copy(tensor)) return tensor;
     (tensor.device().is_cpu() ? copied_on_host : copied_on_device) += steady_bytes(tensor);
-    return steady_copy(tensor);
+    at::Tensor copy = steady_copy(tensor);
+    if (const EarlierWrite* write = unrepeated_write_of(tensor)) note_unrepeated(copy, *write);
+    return copy;
+  }
+
+  /// A batch that is normalised in place, for example; no state that the program keeps over steps,
+  /// such as an average of weights.
+  [[nodiscard]] bool is_new_data(const at::Tensor& tensor) const {
+    if (!tensor.defined() || !has_memory(tensor) || tensor.requires_grad()) return false;
+    const auto* const storage = tensor.storage().unsafeGetStorageImpl();
+    const auto written = unrepeated.find(storage);
+    return !memory.contains(storage) &&
+           (written == unrepeated.end() || written->second.step == step);
+  }
+
+  [[nodiscard]] const EarlierWrite* unrepeated_write_of(const at::Tensor& tensor) const {
+    if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+    const auto found = unrepeated.find(tensor.storage().unsafeGetStorageImpl());
+    return found == unrepeated.end() ? nullptr : &found->second.write;
+  }
+
+  void note_unrepeated(const at::Tensor& tensor, EarlierWrite write) {
+    if (!tensor.defined() || !has_memory(tensor)) return;
+    const auto& storage = tensor.storage();
+    const auto [entry, _] =
+        unrepeated.try_emplace(storage.unsafeGetStorageImpl(),
+                               Unrepeated{WeakStorage(storage.getWeakStorageImpl()), {}, step});
+    entry->second.write = std::move(write);
+  }
+
+  /// A write that is not recorded. Elements that are only moved, filled in or drawn are data unless
+  /// their source was not.
+  void note_unrepeated_write(const OperatorInfo& info, const Context& context,
+                             std::span<const at::Tensor> written) {
+    if (written.empty()) return;
+    if (info.collective) {
+      const EarlierWrite write{info.full_name, caller_now(), true,
+                               group_of(info, context.arguments)};
+      for (const at::Tensor& tensor : written) note_unrepeated(tensor, write);
+      return;
+    }
+    if (!info.moves_values && !info.is_filler && !context.draws) {
+      const EarlierWrite write{info.full_name, caller_now()};
+      for (const at::Tensor& tensor : written) note_unrepeated(tensor, write);
+      return;
+    }
+    const EarlierWrite* source = nullptr;
+    for (std::size_t i = 0; info.moves_values && i < context.arguments.size(); ++i) {
+      if (info.arguments[i] != ArgumentUse::read) continue;
+      for_each_tensor_at(context.arguments[i], [&](const at::Tensor& tensor, int) {
+        if (source == nullptr) source = unrepeated_write_of(tensor);
+      });
+    }
+    const std::optional<EarlierWrite> write = source ? std::optional(*source) : std::nullopt;
+    for (const at::Tensor& tensor : written) {
+      if (write) note_unrepeated(tensor, *write);
+      if (!write && tensor.has_storage()) {
+        unrepeated.erase(tensor.storage().unsafeGetStorageImpl());
+      }
+    }
+  }
+
+  [[nodiscard]] ProgramCode::Caller caller_now() const {
+    return options.program_code ? options.program_code->caller() : ProgramCode::Caller{};
+  }
+
+  /// The replay of later steps does not repeat the events that made these.
+  void forget_events_of_step() {
+    std::erase_if(known, [&](const auto& entry) {
+      const Known& made = entry.second;
+      if (made.required_grad && !made.event->data().is_used && !made.tensor.expired()) return false;
+      const RecordedEvent::Data& data = made.event->data();
+      const bool is_made_anew = data.info == nullptr || !data.info->moves_values;
+      if (at::Tensor tensor(made.tensor.lock()); tensor.defined() && is_made_anew) {
+        note_unrepeated(tensor,
+                        {data.info ? data.info->full_name : "nn.Module.__call__", data.caller});
+      }
+      return true;
+    });
   }
 
   [[nodiscard]] bool may_copy_for_an_operator(const at::Tensor& tensor) const {
@@ -298,19 +439,14 @@ struct StepRecorder::Impl {
 
   // --- operators
 
-  struct Context final : at::ObserverContext {
-    const OperatorInfo* info = nullptr;  // null: a custom function
-    std::vector<c10::IValue> arguments;
-    std::vector<std::uint32_t> versions;  // of the tensors, in order
-    GeneratorStates generators;
-    bool draws = false;
-  };
-
   void note_read(const at::RecordFunction& call);
   [[nodiscard]] std::vector<const RecordedEvent*> differentiable_behind(
       const std::shared_ptr<const RecordedEvent>& event) const;
   std::unique_ptr<Context> start(const at::RecordFunction& call, const OperatorInfo& info);
   void finish(const at::RecordFunction& call, Context& context);
+  void finish_exchange(const at::RecordFunction& call, Context& context);
+  void take_arrived(const at::Tensor& tensor);
+  void note_unkept(const at::RecordFunction& call, const Context& context);
   std::unique_ptr<Context> start_function(const at::RecordFunction& call);
   [[nodiscard]] RecordedInput input_of(const at::Tensor& tensor, std::uint32_t version);
   [[nodiscard]] static std::uint64_t bytes_kept_for(const at::Tensor& tensor);
@@ -355,23 +491,54 @@ void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
 
 }  // namespace
 
+/// The last argument with tensors of a c10d operator is what it sends, and the first one what it
+/// writes (torch/csrc/distributed/c10d/Ops.cpp). Its schema marks none.
+static std::size_t sent_argument_of(const StepRecorder::Impl::Context& context) {
+  if (context.arguments.size() < 2) return 0;
+  return context.arguments[1].isTensor() || context.arguments[1].isList() ? 1 : 0;
+}
+
 std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
     const at::RecordFunction& call, const OperatorInfo& info) {
   if (info.tells_host) note_read(call);
-  if (info.is_allocator || c10::InferenceMode::is_enabled()) return nullptr;
-  const bool is_recorded = at::GradMode::is_enabled() || info.writes;
-  if (!is_recorded) return nullptr;
+  if (info.is_allocator) return nullptr;
   auto context = std::make_unique<Context>();
   context->info = &info;
+  const bool is_one_too_many =
+      !at::GradMode::is_enabled() && !info.writes && without_gradient >= kMostWithoutGradient;
+  context->is_kept = !is_one_too_many;
   const auto inputs = last_values(call.inputs(), info.arguments.size());
   if (inputs.size() != info.arguments.size()) return nullptr;
   context->arguments.assign(inputs.begin(), inputs.end());
   bool requires_grad = false;
+  if (!context->is_kept) return context;
+  if (!arriving.empty()) {
+    for (const auto& argument : context->arguments) {
+      for_each_tensor_within(argument, [&](const at::Tensor& tensor) { take_arrived(tensor); });
+    }
+  }
+  if (is_exchange(info)) {
+    if (sent_argument_of(*context) == 0 && !context->arguments.empty()) {
+      for_each_tensor_within(context->arguments.front(), [&](const at::Tensor& tensor) {
+        const bool is_of_event = find(tensor) != nullptr || tensor.requires_grad();
+        if (!is_of_event && may_copy_for_an_operator(tensor))
+          context->sent.push_back(steady(tensor));
+      });
+    }
+    return context;
+  }
   for (const auto& argument : context->arguments) {
     for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
       context->versions.push_back(tensor.defined() ? version_of(tensor) : 0);
       requires_grad = requires_grad || (tensor.defined() && tensor.requires_grad());
     });
+  }
+  const bool is_in_place = !context->arguments.empty() && !info.is_view && !info.collective &&
+                           info.arguments.front() == ArgumentUse::read_and_written;
+  if (is_in_place && context->arguments.front().isTensor()) {
+    const at::Tensor& data = context->arguments.front().toTensor();
+    const bool is_ours = is_new_data(data) && !parameter_of(data) && !place_in_gradient(data);
+    if (is_ours && may_copy(data)) context->before = steady(data);
   }
   if (!info.is_view) {
     context->draws = call_facts(*call.operator_name()).draws_random_numbers;
@@ -434,7 +601,9 @@ std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start_function(
     const at::RecordFunction& call) {
   if (!options.function_call || call.seqNr() < 0 || !at::GradMode::is_enabled()) return nullptr;
   auto [payload, inputs] = options.function_call();
-  if (payload == nullptr) return nullptr;
+  const bool is_differentiated = std::ranges::any_of(
+      inputs, [](const at::Tensor& each) { return each.defined() && each.requires_grad(); });
+  if (payload == nullptr || !is_differentiated) return nullptr;  // its operators are recorded
   auto event = new_event();
   take_inputs(event, inputs);
   event->data().payload = std::move(payload);
@@ -449,6 +618,7 @@ void StepRecorder::Impl::take_inputs(const std::shared_ptr<RecordedEvent>& event
   auto& data = event->data();
   for (const auto& tensor : inputs) {
     if (!tensor.defined()) continue;
+    take_arrived(tensor);
     if (const auto* found = find(tensor)) {
       depend_on(data, name_of(*found, tensor), tensor);
     } else {
@@ -505,19 +675,120 @@ static c10::IValue without_tensors(const c10::IValue& argument) {
   return copy;
 }
 
-void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context) {
+/// A replay does not communicate: it looks at what was sent, and takes what came the first time.
+void StepRecorder::Impl::finish_exchange(const at::RecordFunction& call, Context& context) {
   const OperatorInfo& info = *context.info;
+  std::vector<at::Tensor> written;
+  if (!context.arguments.empty()) {
+    for_each_tensor_within(context.arguments.front(),
+                           [&](const at::Tensor& tensor) { written.push_back(tensor); });
+  }
+  const bool is_of_gradients = std::ranges::any_of(written, [&](const at::Tensor& tensor) {
+    return tensor.requires_grad() || parameter_of(tensor) || place_in_gradient(tensor);
+  });
+  if (written.empty() || is_of_gradients) return;
   auto event = new_event();
   auto& data = event->data();
-  std::vector<at::Tensor> given, written;
-  bool writes_gradients = false, writes_elsewhere = false;
+  data.info = &info;
+  data.handle = call_facts(*call.operator_name()).handle;
+  data.caller = caller_now();
+  for (const auto& argument : context.arguments) {
+    data.arguments.push_back(argument.isTensor() || argument.isList() ? c10::IValue() : argument);
+  }
+  data.sent_argument = sent_argument_of(context);
+  if (info.collective != CollectiveKind::receive) {
+    for_each_tensor_within(context.arguments[data.sent_argument], [&](const at::Tensor& tensor) {
+      const auto* const found = find(tensor);
+      if (found != nullptr) {
+        data.tensors.emplace_back().value = name_of(*found, tensor);
+        depend_on(data, *data.tensors.back().value, tensor);
+      } else if (data.sent_argument > 0 && may_copy_for_an_operator(tensor)) {
+        data.tensors.emplace_back().kept = steady(tensor);
+      }
+    });
+    for (at::Tensor& tensor : context.sent) data.tensors.emplace_back().kept = std::move(tensor);
+    data.differentiated.clear();
+  }
+  const auto behind = reached_from({event}, &RecordedEvent::Data::needs);
+  const bool sends_gradients = std::ranges::any_of(behind, [](const auto& each) {
+    return std::ranges::any_of(each->data().tensors, [](const RecordedInput& input) {
+      return input.gradient_of.defined();
+    });
+  });
+  if (sends_gradients) return;  // a loop that reduces them itself
+  note_unrepeated_write(info, context, written);
+  for (const at::Tensor& tensor : written) {
+    if (!has_memory(tensor)) continue;
+    const auto* const found = find(tensor);
+    RecordedResult result;
+    if (OwnMemory* own = memory_of(tensor); own != nullptr && found != nullptr) {
+      result.value = name_of(*found, tensor);
+      depend_on(data, *result.value, tensor);
+      own->writers.push_back(event);
+      own->version = version_of(tensor);
+    } else {
+      memory.erase(tensor.storage().unsafeGetStorageImpl());
+      made(event, tensor, static_cast<int>(data.results.size()), true);
+    }
+    arriving.emplace(tensor.storage().unsafeGetStorageImpl(),
+                     Arriving{Region::of(tensor), event, data.results.size()});
+    data.results.push_back(std::move(result));
+  }
+  exchanges.push_back(std::move(event));
+}
+
+/// The program is about to read `tensor`, so what it holds has arrived.
+void StepRecorder::Impl::take_arrived(const at::Tensor& tensor) {
+  if (arriving.empty() || !tensor.defined() || !tensor.has_storage()) return;
+  const auto [begin, end] = arriving.equal_range(tensor.storage().unsafeGetStorageImpl());
+  if (begin == end) return;
+  for (auto at = begin; at != end; ++at) {
+    const Arriving& each = at->second;
+    auto& result = std::const_pointer_cast<RecordedEvent>(each.event)->data().results[each.index];
+    result.content = steady(each.region.of(tensor.storage(), tensor.options()));
+    result.version = version_of(result.content);
+  }
+  arriving.erase(begin, end);
+  // Gloo has copied them in when the program waited.
+  if (OwnMemory* own = memory_of(tensor)) own->version = version_of(tensor);
+}
+
+/// An operator whose results become data of the replay.
+void StepRecorder::Impl::note_unkept(const at::RecordFunction& call, const Context& context) {
+  const OperatorInfo& info = *context.info;
+  std::vector<at::Tensor> written;
+  if (!info.is_view) {
+    for (const auto& value : last_values(call.outputs(), info.returns_alias.size())) {
+      for_each_tensor_at(value, [&](const at::Tensor& tensor, int) { written.push_back(tensor); });
+    }
+  }
+  note_unrepeated_write(info, context, written);
+}
+
+void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context) {
+  const OperatorInfo& info = *context.info;
+  if (!context.is_kept) return note_unkept(call, context);
+  if (is_exchange(info)) return finish_exchange(call, context);
+  auto event = new_event();
+  auto& data = event->data();
+  data.info = &info;
+  std::vector<at::Tensor> given, written, elsewhere;
+  bool writes_gradients = false;
   std::uint64_t bytes = 0;
   std::size_t next = 0;
   for (std::size_t i = 0; i < context.arguments.size(); ++i) {
     for_each_tensor_at(context.arguments[i], [&](const at::Tensor& tensor, int element) {
       const std::uint32_t version = context.versions[next++];
       if (!tensor.defined()) return;
-      RecordedInput input = input_of(tensor, version);
+      const bool is_begun = i == 0 && context.before.defined();
+      RecordedInput input;
+      if (is_begun) {
+        input.kept = context.before;
+        input.version = version_of(context.before);
+        input.is_begun = true;
+      } else {
+        input = input_of(tensor, version);
+      }
       input.argument = i;
       input.element = element;
       input.is_read = !info.is_view && info.arguments[i] != ArgumentUse::overwritten;
@@ -527,7 +798,8 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
       }
       if (info.arguments[i] != ArgumentUse::read) {
         writes_gradients = writes_gradients || input.gradient_of.defined();
-        writes_elsewhere = writes_elsewhere || (own == nullptr && !input.gradient_of.defined());
+        const bool is_of_step = own != nullptr || input.gradient_of.defined() || is_begun;
+        if (!is_of_step) elsewhere.push_back(tensor);
         if (own != nullptr) written.push_back(tensor);
       }
       if (input.kept.defined()) bytes += bytes_kept_for(input.kept);
@@ -536,8 +808,8 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
     });
   }
   // Writes to memory from elsewhere are not recorded: its readers keep its content at the time.
-  const bool writes_own = !written.empty() || writes_gradients;
-  if (writes_elsewhere || (!at::GradMode::is_enabled() && !writes_own)) return;
+  const bool writes_own = !written.empty() || writes_gradients || context.before.defined();
+  if (!elsewhere.empty()) return note_unrepeated_write(info, context, elsewhere);
 
   data.is_indispensable = writes_own;
   std::vector<std::pair<int, at::Tensor>> made_now;
@@ -545,9 +817,11 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   for (const auto& value : last_values(call.outputs(), info.returns_alias.size())) {
     for_each_tensor_at(value, [&](const at::Tensor& tensor, int) {
       const int position = index++;
-      const bool is_new = tensor.defined() && std::ranges::none_of(given, [&](const auto& each) {
-                            return each.is_same(tensor);
-                          });
+      const bool is_begun = context.before.defined() && given.front().is_same(tensor);
+      const bool is_new =
+          tensor.defined() && (is_begun || std::ranges::none_of(given, [&](const auto& each) {
+                                 return each.is_same(tensor);
+                               }));
       if (!is_new) return;
       made_now.emplace_back(position, tensor);
       data.is_indispensable = data.is_indispensable || tensor.requires_grad();
@@ -559,7 +833,8 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
       data.tensors, [](const RecordedInput& each) { return each.kept.defined(); });
   if (info.is_view && !data.is_indispensable && is_of_data) return;
   const bool is_too_much = kept_bytes + bytes > options.most_bytes;
-  if (!data.is_indispensable && (context.draws || is_too_much)) return;
+  if (!data.is_indispensable && (context.draws || is_too_much)) return note_unkept(call, context);
+  if (!at::GradMode::is_enabled()) ++without_gradient;
 
   data.handle = call_facts(*call.operator_name()).handle;
   data.grad_mode = at::GradMode::is_enabled();
@@ -567,12 +842,15 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   data.module = module;
   data.generators = std::move(context.generators);
   if (options.program_code) data.caller = options.program_code->caller();
+  data.is_on_gradients = std::ranges::any_of(data.tensors, [](const RecordedInput& each) {
+    return each.gradient_of.defined() || (each.value && each.value->event->data().is_on_gradients);
+  });
   for (std::size_t i = 0; i < given.size(); ++i) {
     if (data.tensors[i].value) depend_on(data, *data.tensors[i].value, given[i]);
     if (data.tensors[i].kept.defined()) note_obstacle(data, given[i]);
   }
   for (RecordedInput& input : data.tensors) {
-    if (!input.kept.defined() || !input.is_read) continue;
+    if (!input.kept.defined() || !input.is_read || input.is_begun) continue;
     if (version_of(input.kept) != input.version) continue;  // a thread wrote it meanwhile
     if (may_copy_for_an_operator(input.kept)) {
       input.kept = steady(input.kept);
@@ -600,7 +878,8 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   }
   for (const auto& [position, tensor] : made_now) {
     data.outputs.push_back({position, WeakTensor(tensor.getIntrusivePtr()), version_of(tensor)});
-    const bool shares_memory = std::ranges::any_of(given, [&](const auto& each) {
+    const bool is_begun = context.before.defined() && given.front().is_same(tensor);
+    const bool shares_memory = !is_begun && std::ranges::any_of(given, [&](const auto& each) {
       return each.has_storage() && tensor.has_storage() &&
              each.storage().is_alias_of(tensor.storage());
     });
@@ -702,19 +981,23 @@ void StepRecorder::begin_step() {
       reached_from(std::exchange(impl.roots, {}), &RecordedEvent::Data::differentiated);
   for (const auto& event : used)
     std::const_pointer_cast<RecordedEvent>(event)->data().is_used = true;
-  std::erase_if(impl.known, [](const auto& entry) {
-    const auto& known = entry.second;
-    return known.tensor.expired() || !known.required_grad || known.event->data().is_used;
-  });
+  impl.forget_events_of_step();
+  impl.arriving.clear();
+  impl.exchanges.clear();
+  ++impl.step;
   impl.memory.clear();
   impl.functions.clear();
   impl.read.clear();
   impl.backwards = 0;
-  impl.received.clear();
   impl.kept_bytes = impl.copied_on_host = impl.copied_on_device = 0;
+  impl.without_gradient = 0;
   impl.are_gradients_new = true;
   impl.written_gradients.clear();
   impl.standing_problem.clear();
+}
+
+bool StepRecorder::is_inside_event() noexcept {
+  return depth > 0;
 }
 
 void StepRecorder::enter_module(ModulePath module) noexcept {
@@ -722,6 +1005,7 @@ void StepRecorder::enter_module(ModulePath module) noexcept {
 }
 
 std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
+  impl_->take_arrived(tensor);
   const auto* found = impl_->find(tensor);
   if (found == nullptr) return std::nullopt;
   return Impl::name_of(*found, tensor);
@@ -729,7 +1013,15 @@ std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
 
 void StepRecorder::note_received(std::span<const at::Tensor> tensors) {
   for (const at::Tensor& tensor : tensors) {
-    if (tensor.has_storage()) impl_->received.insert(tensor.storage().unsafeGetStorageImpl());
+    impl_->note_unrepeated(tensor, {.op = "c10d::recv_", .caller = {}, .is_received = true});
+  }
+}
+
+void StepRecorder::note_earlier_writes() const {
+  for (const auto& [_, each] : impl_->unrepeated) {
+    const auto storage = each.storage.lock();
+    if (!storage || storage->nbytes() == 0) continue;
+    note_earlier_write(bytes_of(c10::Storage(storage)), each.write);
   }
 }
 
@@ -744,6 +1036,7 @@ std::shared_ptr<const RecordedEvent> StepRecorder::add_call(std::shared_ptr<void
   auto event = impl.new_event();
   auto& data = event->data();
   data.payload = std::move(payload);
+  data.grad_mode = at::GradMode::is_enabled();
   if (impl.options.program_code) data.caller = impl.options.program_code->caller();
   impl.take_inputs(event, inputs);
   int index = 0;
@@ -773,7 +1066,14 @@ int StepRecorder::backwards() const noexcept {
 }
 
 RecordedEvents StepRecorder::needed() const {
-  auto events = reached_from(impl_->roots, &RecordedEvent::Data::needs);
+  auto roots = impl_->roots;
+  for (const auto& exchange : impl_->exchanges) {  // another rank may have used what it sent
+    const auto behind = reached_from({exchange}, &RecordedEvent::Data::needs);
+    const bool is_repeatable = std::ranges::all_of(
+        behind, [](const auto& event) { return event->data().problem.empty(); });
+    if (is_repeatable) roots.push_back(exchange);
+  }
+  auto events = reached_from(std::move(roots), &RecordedEvent::Data::needs);
   std::ranges::sort(events, {}, [](const auto& event) { return event->data().number; });
   return events;
 }
@@ -794,7 +1094,7 @@ static std::optional<std::unordered_set<const RecordedEvent*>> calls_behind(
   std::unordered_set<const RecordedEvent*> calls;
   for (const auto& event : reached_from(std::move(makers), &RecordedEvent::Data::needs)) {
     if (!event->data().problem.empty()) return std::nullopt;
-    if (event->payload() != nullptr) calls.insert(event.get());
+    if (event->payload() != nullptr && event->data().grad_mode) calls.insert(event.get());
   }
   return calls;
 }
@@ -830,6 +1130,7 @@ std::string StepRecorder::problem() const {
   for (const auto& event : needed()) {
     const auto& data = event->data();
     if (!data.problem.empty()) return data.problem;
+    if (!data.results.empty()) continue;
     const bool is_overwritten = std::ranges::any_of(data.tensors, &RecordedInput::is_overwritten);
     if (is_overwritten && (data.is_indispensable || !first_outputs(data))) {
       return "what " + data.handle->schema().name() + " has read was overwritten later in the step";

@@ -6,10 +6,13 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "nanlocator/error.hpp"
+#include "nanlocator/operators/earlier_write.hpp"
 #include "nanlocator/operators/gradient_work.hpp"
 #include "nanlocator/replay/capture.hpp"
 #include "recorder/recorded_caller.hpp"
 #include "recorder/recorded_event.hpp"
+#include "tensor/own_work.hpp"
+#include "tensor/steady_copy.hpp"
 
 namespace nanlocator::inline recorder_room {
 namespace {
@@ -52,6 +55,8 @@ struct StepReplay::Impl {
   void set(const RecordedEvent& event, int index, const at::Tensor& tensor) {
     if (last_read.contains({&event, index})) values[{&event, index}] = tensor;
   }
+
+  void exchange(const RecordedEvent& collective);
 
   /// Uses the tensors of the first execution, for an operator whose inputs are gone.
   bool take_first_outputs(const RecordedEvent& operation) {
@@ -96,14 +101,56 @@ void StepReplay::set_outputs(const RecordedEvent& call, std::span<const at::Tens
   }
 }
 
+/// Shows observers the collective as if it ran, and puts in what it brought the first time.
+void StepReplay::Impl::exchange(const RecordedEvent& collective) {
+  const auto& data = collective.data();
+  c10::List<at::Tensor> sent, results;
+  for (const auto& input : data.tensors) {
+    at::Tensor tensor = input.value ? get(*input.value) : input.kept;
+    if (tensor.defined()) sent.push_back(std::move(tensor));
+  }
+  std::vector<std::pair<at::Tensor, at::Tensor>> arrivals;  // to, from
+  int index = 0;
+  for (const auto& result : data.results) {
+    const int position = index++;
+    if (result.content.defined() && version_of(result.content) != result.version) {
+      throw Error("what " + data.handle->schema().name() +
+                  " brought was overwritten later in the step");
+    }
+    at::Tensor to = result.value ? get(*result.value) : at::Tensor();
+    if (!to.defined() && result.content.defined()) to = steady_copy(result.content);
+    if (!to.defined()) continue;
+    if (!result.value) set(collective, position, to);
+    results.push_back(to);
+    if (result.content.defined()) arrivals.emplace_back(to, result.content);
+  }
+  auto arguments = data.arguments;
+  arguments[0] = results;
+  arguments[data.sent_argument] = sent;
+  const RecordedCaller caller(data.caller);
+  const RepeatedExchange repeated;
+  at::RecordFunction observed(at::RecordScope::FUNCTION);
+  if (observed.isActive()) {
+    observed.before(std::cref(data.handle->schema()),
+                    c10::ArrayRef<const c10::IValue>(arguments.data(), arguments.size()));
+  }
+  {
+    const OwnWork own_work;
+    for (auto& [to, from] : arrivals) to.copy_(from);
+  }
+  if (observed.isActive()) observed.setOutputs(std::vector<c10::IValue>{results});
+}
+
 void StepReplay::execute(const RecordedEvent& operation) {
   const auto& data = operation.data();
+  if (!data.results.empty()) return impl_->exchange(operation);
   auto arguments = data.arguments;
   for (auto& argument : arguments) {
     if (argument.isList()) argument = argument.toList().copy();  // filled below
   }
   for (const auto& input : data.tensors) {
-    at::Tensor tensor = input.kept;
+    at::Tensor tensor = input.is_begun ? steady_copy(input.kept) : input.kept;
+    if (input.is_begun) note_copy(input.kept, tensor);
     if (input.value) tensor = impl_->get(*input.value);
     if (input.gradient_of.defined()) {
       tensor = input.gradient_of.grad();
@@ -126,10 +173,7 @@ void StepReplay::execute(const RecordedEvent& operation) {
   const RecordedCaller caller(data.caller);
   std::optional<ModuleScope> module;
   if (data.module != nullptr) module.emplace(*data.module);
-  const bool is_on_gradients = std::ranges::any_of(
-      data.tensors, [](const auto& each) { return each.gradient_of.defined(); });
-  std::optional<GradientWork> gradient_work;
-  if (is_on_gradients) gradient_work.emplace();
+  const GradientWork gradient_work(data.is_on_gradients);
   set_generator_states(data.generators);
   auto stack = std::move(arguments);
   data.handle->callBoxed(stack);

@@ -42,6 +42,8 @@ std::string title_of(Detail detail) {
       return "deviation of too few elements";
     case Detail::from_infinity:
       return "NaN of an Inf among the inputs";
+    case Detail::made_earlier:
+      return "made in a part of the program that is not executed again";
     case Detail::exceeds_range:
       return "overflow";
     case Detail::custom_code:
@@ -466,12 +468,13 @@ std::string title_of(const Origin& origin) {
   const bool has_own_title =
       origin.cause == Cause::operator_undefined ||
       (origin.cause == Cause::operator_bug && origin.detail == Detail::custom_code) ||
-      (origin.cause == Cause::unknown && origin.detail != Detail::none);
+      (origin.cause == Cause::unknown && origin.detail != Detail::none) ||
+      origin.detail == Detail::made_earlier;
   std::string title = has_own_title ? title_of(origin.detail) : "";
   if (origin.cause == Cause::collective_result && has_fact(origin.facts, FactKind::happened_once)) {
     title = "collective that returned wrong values, once";
   }
-  if (origin.cause == Cause::bad_buffer && origin.parameter.empty()) {
+  if (title.empty() && origin.cause == Cause::bad_buffer && origin.parameter.empty()) {
     title = "tensor of a module that was bad before the step";
   }
   if (title.empty()) title = title_of(origin.cause);
@@ -638,6 +641,9 @@ std::vector<std::string> steps_text(const Origin& origin) {
               "if it is finite there, run from it with NANLOCATOR_CHECK_PARAMS=1, which finds the "
               "step whose update makes it bad"};
     case Action::check_buffer:
+      if (origin.detail == Detail::made_earlier) {
+        return {"print what this line is given, and correct it or that"};
+      }
       return {
           "look at what computes " +
           (origin.parameter.empty()
@@ -730,6 +736,9 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::inspect_bundle:
       return {"look at the inputs in the bundle"};
     case Action::inspect_operator:
+      if (has_fact(origin.facts, FactKind::came_from_collective)) {
+        return {"print what each rank puts into the collective at this line"};
+      }
       return {"look at " + operation};
     case Action::check_hook:
       return {"correct " + hook_of(origin)};

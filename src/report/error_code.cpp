@@ -35,6 +35,8 @@ std::string error_code_of(Detail detail) {
       return "custom_op";
     case Detail::exceeds_range:
       return "overflow";
+    case Detail::made_earlier:
+      return "made_earlier";
     case Detail::none:
       return "undefined";
   }
@@ -45,6 +47,7 @@ std::string code_of_unknown(const Origin& origin) {
   if (origin.action == Action::check_clip) return "all_gradients";
   if (origin.action == Action::ask_silent_ranks) return "silent_ranks";
   if (has_fact(origin.facts, FactKind::norm_overflows)) return "norm_overflow";
+  if (has_fact(origin.facts, FactKind::came_from_collective)) return "received";
   return origin.detail == Detail::none ? "needs_trace" : error_code_of(origin.detail);
 }
 
@@ -55,6 +58,7 @@ std::string error_code_of(const Origin& origin) {
     case Cause::bad_weight:
       return has_fact(origin.facts, FactKind::copies_clean) ? "weight_copy" : "bad_weight";
     case Cause::bad_buffer:
+      if (origin.detail == Detail::made_earlier) return "made_earlier";
       return origin.parameter.empty() ? "kept_tensor" : "bad_buffer";
     case Cause::bad_input:
       return "bad_data";

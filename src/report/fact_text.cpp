@@ -614,7 +614,12 @@ std::string plain_text(const Fact& fact) {
     case made_off_dispatcher:
       return "made by " + fact.inside + " off the dispatcher" + read_text(fact);
     case made_before_pass:
-      return "no operator of this pass wrote it" + read_text(fact);
+      if (fact.writer.empty()) return "no operator of this pass wrote it" + read_text(fact);
+      return collective_kind_of(fact.writer)
+                 ? collective_name_of(fact.writer) +
+                       " brought it, and a re-run does not communicate" + read_text(fact)
+                 : function_name_of(fact.writer) +
+                       " wrote it, before the part that was executed again" + read_text(fact);
     case scaled_by_loss_scale:
       return "all gradients of this step are multiplied by " + value_of(fact.value) +
              ", a loss scale that falls after an overflow";

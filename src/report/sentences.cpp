@@ -70,6 +70,9 @@ std::string headline_of(const Verdict&, const Origin& origin) {
     case Cause::bad_weight:
       return what + " in the parameters of " + who + " before forward";
     case Cause::bad_buffer:
+      if (origin.detail == Detail::made_earlier) {
+        return what + " in a tensor that " + who + " computed earlier";
+      }
       return what + (origin.parameter.empty() ? " in a tensor that a module of " + who + " keeps"
                                               : " in a buffer of " + who + " before forward");
     case Cause::bad_input:
@@ -149,7 +152,8 @@ std::string code_of(const Origin& origin) {
                            origin.tensor->role.kind() != RoleKind::sent &&
                            origin.tensor->role.kind() != RoleKind::received;
   if (!origin.code) return is_computed ? "not recorded" : "";
-  const bool is_only_read = was_there_before(origin) || origin.cause == Cause::memory_corruption;
+  const bool is_only_read = (was_there_before(origin) && origin.detail != Detail::made_earlier) ||
+                            origin.cause == Cause::memory_corruption;
   const bool is_forward_call = is_computed && origin.direction == Direction::backward &&
                                !origin.forward_op.empty() && origin.custom_function.empty();
   return (is_only_read      ? "first read at "

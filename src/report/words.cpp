@@ -6,6 +6,7 @@
 
 #include "files/printable.hpp"
 #include "files/text.hpp"
+#include "nanlocator/record/collective_kind.hpp"
 
 namespace nanlocator::inline report_room {
 
@@ -173,6 +174,27 @@ std::string function_name_of(const std::string& op) {
     if (name == inner) return outer;
   }
   return (name.ends_with("_") ? "torch.Tensor." : "torch.") + name;
+}
+
+std::string collective_name_of(const std::string& op) {
+  switch (collective_kind_of(op).value_or(CollectiveKind::exchange)) {
+    case CollectiveKind::all_reduce:
+      return "an all-reduce";
+    case CollectiveKind::reduce_scatter:
+      return "a reduce-scatter";
+    case CollectiveKind::reduce:
+      return "a reduce";
+    case CollectiveKind::all_gather:
+      return "an all-gather";
+    case CollectiveKind::broadcast:
+      return "a broadcast";
+    case CollectiveKind::scatter:
+      return "a scatter";
+    case CollectiveKind::exchange:
+      return op.empty() ? "a collective" : "an all-to-all";
+    default:
+      return "a transfer";
+  }
 }
 
 }  // namespace nanlocator::inline report_room

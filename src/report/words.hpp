@@ -41,6 +41,8 @@ namespace nanlocator::inline report_room {
 [[nodiscard]] std::string code_text(const CodeLine& code);
 /// As a program calls it: "torch.div" of "aten::div.Tensor"; other names as they are.
 [[nodiscard]] std::string function_name_of(const std::string& op);
+/// "an all-reduce" of "c10d::allreduce_".
+[[nodiscard]] std::string collective_name_of(const std::string& op);
 /// "nanlocator replay /runs/a0/bundles/step12-forward-rank0-mlp": works from any folder if the
 /// run's folder is known.
 [[nodiscard]] std::string replay_command(const std::filesystem::path& run_dir,

@@ -1,6 +1,7 @@
 #include "nanlocator/recorder/step_recorder.hpp"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -90,6 +91,46 @@ TEST_F(StepRecorderTest, WhatACallReturnsInTheReplayIsReadByTheOperatorsAfterIt)
   });
   EXPECT_EQ(calls, 1);
   EXPECT_TRUE(at::equal(weight.grad(), at::tensor({6.0, 60.0})));
+}
+
+TEST_F(StepRecorderTest, WhatIsComputedWithoutGradientForTheLossIsComputedAgain) {
+  const at::Tensor batch = unrecorded([] { return at::tensor({5.0, 7.0}); });
+  at::Tensor target;
+  {
+    const at::NoGradGuard no_grad;
+    target = batch * 2.0;
+  }
+  const auto root = differentiate((weight * target).sum());
+  const auto maker = recorder.value_of(target);
+  ASSERT_TRUE(maker);
+  EXPECT_THAT(recorder.needed(), testing::Contains(maker->event));
+  weight.mutable_grad().reset();
+
+  execute(recorder.needed(), root);
+  EXPECT_TRUE(at::equal(weight.grad(), at::tensor({10.0, 14.0})));
+}
+
+TEST_F(StepRecorderTest, DataThatTheLoopWritesInPlaceIsWrittenAgain) {
+  at::Tensor batch = unrecorded([] { return at::tensor({5.0, 7.0}); });
+  batch.sub_(1.0).mul_(2.0);
+  const auto root = differentiate((weight * batch).sum());
+  ASSERT_EQ(recorder.problem(), "");
+  for (int execution = 0; execution < 2; ++execution) {
+    weight.mutable_grad().reset();
+    execute(recorder.needed(), root);
+    EXPECT_TRUE(at::equal(weight.grad(), at::tensor({8.0, 12.0})));
+  }
+  EXPECT_TRUE(at::equal(batch, at::tensor({8.0, 12.0})));
+}
+
+TEST_F(StepRecorderTest, StateThatTheLoopKeepsOverStepsIsNotCopiedInEachStep) {
+  at::Tensor average = unrecorded([] { return at::zeros(2); });
+  for (int step = 0; step < 3; ++step) {
+    differentiate((weight * average).sum());
+    recorder.begin_step();
+    average.mul_(0.9).add_(1.0);
+  }
+  EXPECT_FALSE(recorder.value_of(average));
 }
 
 TEST_F(StepRecorderTest, OperatorsThatNoGradientNeedsAreNotExecutedAgain) {

@@ -81,6 +81,7 @@ enum class Detail {
   too_few_elements,  // a deviation of no more elements than its correction
   from_infinity,     // 0 times Inf, Inf minus Inf, Inf over Inf
   exceeds_range,     // the true result does not fit the dtype
+  made_earlier,      // by an operator that the re-run did not repeat; what it was given is unknown
   custom_code,       // an operator or autograd Function from outside PyTorch
 };
 [[nodiscard]] constexpr auto names_of(Detail) {
@@ -88,7 +89,7 @@ enum class Detail {
       {"none", "sqrt_of_negative", "log_of_zero", "log_of_negative", "division_by_zero",
        "zero_over_zero", "power_of_zero", "power_of_negative", "outside_domain",
        "derivative_at_pole", "masked_row", "mean_of_nothing", "too_few_elements", "from_infinity",
-       "exceeds_range", "custom_code"});
+       "exceeds_range", "made_earlier", "custom_code"});
 }
 
 /// The party that can act.

@@ -39,10 +39,6 @@ class Transfer {
   std::uint64_t number_ = 0;
 };
 
-/// Other ranks sent the contents of these (c10d::recv_) before the traced pass began, so bad values
-/// in them were born there. Keeps no tensor alive.
-void note_received(const std::vector<at::Tensor>& tensors);
-
 /// Sets the user's name (a dimension of a device mesh, "dp_shard") and the global ranks of the
 /// process group with the c10d name `group` (ProcessGroup::getGroupName). Used for births in its
 /// collectives' results. Holds for the process, until the next call for this group.

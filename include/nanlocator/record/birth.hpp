@@ -180,12 +180,13 @@ struct Reached {
 
 /// What the trace knew about memory that was bad when it was read.
 enum class LastSeen : std::uint8_t {
-  unknown,    // no operator of this pass wrote it
-  allocated,  // Birth::writer allocated it, and no operator has written it
-  finite,     // finite when Birth::writer, the last operator to write it, did so
+  unknown,     // no operator of this pass wrote it
+  allocated,   // Birth::writer allocated it, and no operator has written it
+  finite,      // finite when Birth::writer, the last operator to write it, did so
+  first_pass,  // received in the first pass: the re-run did not communicate
 };
 [[nodiscard]] constexpr auto names_of(LastSeen) {
-  return std::to_array<std::string_view>({"unknown", "allocated", "finite"});
+  return std::to_array<std::string_view>({"unknown", "allocated", "finite", "first_pass"});
 }
 
 struct Birth {

@@ -112,6 +112,9 @@ class StepRecorder {
   /// Drops everything recorded.
   void forget();
 
+  /// True inside an operator or a custom function, which is one event with all that it calls.
+  [[nodiscard]] static bool is_inside_event() noexcept;
+
   /// Assigns later operators outside calls to this module (a loss without parameters); null: to
   /// none.
   void enter_module(ModulePath module) noexcept;
@@ -125,9 +128,12 @@ class StepRecorder {
   /// device.
   [[nodiscard]] std::vector<at::Tensor> steady(const std::vector<at::Tensor>& tensors);
 
-  /// Tensors received from other ranks in this step. They are kept by reference, because a trace
-  /// recognises them by their memory. The caller keeps them alive until the next step begins.
+  /// Tensors received from another rank.
   void note_received(std::span<const at::Tensor> tensors);
+
+  /// Tells the running trace where memory was written last that a replay reads and does not write:
+  /// by a collective, before the step, by more operators than a step keeps.
+  void note_earlier_writes() const;
 
   /// A call that has ended. `payload` says which call its executor repeats; `inputs` and `outputs`:
   /// its tensors, in an order that the executor can reproduce.

@@ -40,6 +40,9 @@ from nanlocator.state.switches import Switches, switches_of
 
 T = TypeVar("T")
 
+# Calls of modules under `no_grad` that a step keeps: a rollout has more, and its results count as data.
+_MOST_CALLS_WITHOUT_GRADIENT = 16
+
 # Data that is not copied, and samples of its content; None if it is not sampled.
 _ByReference = list[tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -100,7 +103,7 @@ class StepRecorder:
         self.evaluation: Evaluation | None = None  # calls belong to it, not to a step
         self.losses: list[torch.Tensor] = []  # losses of this step's backwards, detached
         self._has_asked = False  # for gradients as values (torch.autograd.grad) in this step
-        self._received: list[torch.Tensor] = []  # other ranks' messages in this step
+        self._without_gradient = 0  # calls of modules under `no_grad` that this step has kept
         self.unscaled = WeakIdKeyDictionary()  # a loss scaler's inputs, by its results
         self.set_parameters(parameters)
         StepRecorder._active = self
@@ -133,7 +136,6 @@ class StepRecorder:
             self._depth = 1  # running calls record nothing more
             self._engine.close()
         self.losses.clear()
-        self._received.clear()
 
     @property
     def backwards(self) -> int:
@@ -160,9 +162,9 @@ class StepRecorder:
 
     def _leave_step(self) -> None:
         self.losses.clear()
-        self._received.clear()
         self._by_reference: _ByReference = []  # from the latest `_named`
         self._obstacle = ""
+        self._without_gradient = 0
         self._has_asked = self.has_update = self.has_gradients = False
 
     @contextlib.contextmanager
@@ -213,7 +215,7 @@ class StepRecorder:
     def _around_receive(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def receive(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
             if self.is_outside():  # a re-run module receives its messages again
-                self.note_received(args[0] if args else kwargs["tensors"])
+                self._engine.note_received(args[0] if args else kwargs["tensors"])
             return original(group, *args, **kwargs)
 
         return receive
@@ -231,31 +233,54 @@ class StepRecorder:
         *,
         is_functional: bool = False,
     ) -> Any:
-        if not self.trains(module):
-            return self._call_by_operators(original, module, args, kwargs)
-        if self.evaluation is not None:
+        trains = self.trains(module)
+        if self.evaluation is not None and trains:
             self._engine.take_read()
             with self.suspended():
                 return self.evaluation.call(functools.partial(original, module, *args, **kwargs))
+        run = functools.partial(original, module) if is_functional else module
         if not torch.is_grad_enabled():
-            self._engine.take_read()
-            with self.suspended():
-                return original(module, *args, **kwargs)
+            return self._call_without_gradient(original, module, run, args, kwargs)
+        if not trains:
+            return self._call_by_operators(original, module, args, kwargs)
         self._follower.before_forward()
         self._follow_switches(module)
-        try:
-            given = tensors_of((args, kwargs))
-            run = functools.partial(original, module) if is_functional else module
-            call = _ModuleCall(module, run, *self._named((args, kwargs), given), self._now())
-            call.by_reference = self._by_reference
-        except Exception:  # the program's classes may raise when inspected
+        kept = self._keep_call(_ModuleCall, module, run, args, kwargs)
+        if kept is None:
             self.give_up(f"the arguments of {class_name(module)} cannot be kept")
-            call = None
         with self.suspended(), self._in_module():
             output = original(module, *args, **kwargs)
         self._engine.note_weights()  # a forward may write to its own weights (Embedding's max_norm)
-        if call is not None:
-            self._engine.add_call(call, given, _results_in(output))
+        if kept is not None:
+            self._engine.add_call(*kept, _results_in(output))
+        return output
+
+    def _keep_call(
+        self, kind: "type[_ModuleCall]", module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> "tuple[_ModuleCall, list[torch.Tensor]] | None":
+        """The call and the tensors in its arguments; None if they cannot be kept."""
+        try:
+            given = tensors_of((args, kwargs))
+            call = kind(module, run, *self._named((args, kwargs), given), self._now())
+            call.by_reference = self._by_reference
+        except Exception:  # the program's classes may raise when inspected
+            return None
+        return call, given
+
+    def _call_without_gradient(
+        self, original: Callable[..., Any], module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A teacher, a target network, a reward. A rollout has more calls than are kept."""
+        self._engine.take_read()
+        kept = None
+        is_event = self.evaluation is None and not self._engine.is_inside_event
+        if is_event and self._without_gradient < _MOST_CALLS_WITHOUT_GRADIENT:
+            self._without_gradient += 1
+            kept = self._keep_call(_CallWithoutGradient, module, run, args, kwargs)
+        with self.suspended():
+            output = original(module, *args, **kwargs)
+        if kept is not None:
+            self._engine.add_call(*kept, _results_in(output))
         return output
 
     @contextlib.contextmanager
@@ -463,10 +488,6 @@ class StepRecorder:
         self._by_reference = [(tensor, _C.content_sample(tensor)) for tensor in by_reference]
         return mapped(value, lambda each: stand_ins.get(id(each), each))
 
-    def note_received(self, tensors: list[torch.Tensor]) -> None:
-        self._received += tensors
-        self._engine.note_received(tensors)
-
     # --- execution -----------------------------------------------------------------------------------
 
     def run_again(self) -> Named:
@@ -474,7 +495,7 @@ class StepRecorder:
         replay = _C.StepReplay(events := self._engine.needed())
         losses: list[torch.Tensor] = []
         numbered = self._are_microbatches(events)
-        _C.note_received(self._received)
+        self._engine.note_earlier_writes()
         switches = self._now()
         try:
             with self.suspended(), lightning_steps.without_logging():
@@ -498,7 +519,7 @@ class StepRecorder:
         """Whether each backward follows calls of the same modules, so that gradients are accumulated."""
         called: list[list[int]] = [[]]
         for event in events:
-            if isinstance(event.payload, _ModuleCall):
+            if type(event.payload) is _ModuleCall:
                 called[-1].append(id(event.payload.module))
             elif isinstance(event.payload, _EngineCall) and event.payload.accumulates:
                 called.append([])
@@ -585,6 +606,25 @@ class _ModuleCall(_Call):
     ) -> None:
         super().__init__(run, args, kwargs, switches)
         self.module = module
+
+
+class _CallWithoutGradient(_ModuleCall):
+    """A call under `no_grad`. Its module may be none of the watched ones, so that it restores its buffers
+    itself."""
+
+    def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad(), _restoring(list(self.module.buffers())):
+            return super().run_again(replay, losses)
+
+
+@contextlib.contextmanager
+def _restoring(tensors: list[torch.Tensor]) -> Iterator[None]:
+    copies = _C.steady_copies(tensors)
+    try:
+        yield
+    finally:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
 
 
 class _PipelineCall(_Call):

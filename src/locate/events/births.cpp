@@ -2,6 +2,8 @@
 // (birth_facts.hpp), and the exchange in a collective of the re-run, from what a member sent to
 // what another received.
 #include <algorithm>
+#include <array>
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <set>
@@ -49,6 +51,7 @@ class Births {
     for (Born& each : born_) judge_sum(each);
     for (const Root& receipt : receipts) add_receiver(receipt);
     fold_weights();
+    fold_kept();
     fold_repeated();
     for (Born& each : born_) complete_facts(each);
     return std::move(born_);
@@ -169,6 +172,35 @@ class Births {
             facts.back().names.push_back(other.origin.parameter);
           }
         });
+  }
+
+  /// The same data that several modules read, and what one line reads of tensors that are kept.
+  void fold_kept() {
+    using Content = std::tuple<std::vector<int>, std::vector<std::int64_t>, std::string,
+                               std::array<std::int64_t, 4>, double>;
+    fold_by(
+        born_,
+        [](const Born& each) {
+          const Origin& origin = each.origin;
+          if (origin.cause != Cause::bad_input || !origin.tensor) return std::optional<Content>();
+          const OriginTensor& data = *origin.tensor;
+          return std::optional(
+              Content(origin.candidates, data.shape, data.dtype,
+                      {data.nan, data.pos_inf, data.neg_inf, data.first_bad.value_or(-1)},
+                      data.absmax_finite.value_or(-1)));
+        },
+        [](Born& first, Born& other) { first.microbatches.merge(other.microbatches); });
+    using Line = std::tuple<std::vector<int>, std::string, int>;
+    fold_by(
+        born_,
+        [](const Born& each) {
+          const Origin& origin = each.origin;
+          const bool is_kept = origin.cause == Cause::bad_buffer && origin.parameter.empty();
+          return is_kept && origin.code
+                     ? std::optional(Line(origin.candidates, origin.code->file, origin.code->line))
+                     : std::nullopt;
+        },
+        [](Born& first, Born& other) { first.microbatches.merge(other.microbatches); });
   }
 
   /// A broken kernel fails in every layer that uses it, and so does a group's collective.

@@ -67,8 +67,11 @@ class Refinement {
     }
     std::vector<Origin> origins;
     for (Born& each : births_) {
+      if (is_of_first_pass(each) && is_from_member(each.origin, left)) continue;
       Origin& origin = each.origin;
-      origin.facts.insert(origin.facts.end(), facts.begin(), facts.end());
+      if (!is_of_first_pass(each)) {
+        origin.facts.insert(origin.facts.end(), facts.begin(), facts.end());
+      }
       if (rerun_.reproduced == false) mark_as_gone(origin);
       origins.push_back(std::move(origin));
     }
@@ -86,6 +89,23 @@ class Refinement {
       }
     }
     return replicas;
+  }
+
+  // ---- what a collective brought in the first pass, and the re-run took again ----
+
+  static bool is_of_first_pass(const Born& each) {
+    return each.is_receipt && each.origin.cause == Cause::unknown;
+  }
+
+  /// True if another member was bad in the first pass, whether or not it was again.
+  static bool is_from_member(const Origin& receipt, const std::vector<Origin>& left) {
+    const auto& members = receipt.facts.front().peers;
+    return std::ranges::any_of(left, [&](const Origin& other) {
+      return std::ranges::any_of(other.candidates, [&](int rank) {
+        return std::ranges::count(receipt.candidates, rank) == 0 &&
+               (members.empty() || std::ranges::count(members, rank) > 0);
+      });
+    });
   }
 
   // ---- from a source to a birth ----

@@ -1,0 +1,39 @@
+// Where memory was written that a traced pass reads and does not write.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+
+#include "nanlocator/operators/program_code.hpp"
+
+namespace nanlocator::inline operators_room {
+
+struct NamedGroup;  // src/operators/process_groups.hpp
+
+struct EarlierWrite {
+  std::string op;  // "aten::div_.Tensor", "c10d::allgather_", "nn.Module.__call__"
+  ProgramCode::Caller caller{};
+  bool is_received = false;                   // by a collective, or from another rank
+  std::shared_ptr<const NamedGroup> group{};  // of the collective; null if it has no name
+};
+
+/// Tells the running trace: a bad value in this memory was made or received there, so it is neither
+/// data nor kept by a module. Does nothing for declared tensors, and without a trace. Any thread.
+void note_earlier_write(const at::Tensor& tensor, const EarlierWrite& write);
+
+/// While one lives, the collectives that observers on this thread see are not executed: what they
+/// bring is from the first pass.
+class RepeatedExchange {
+ public:
+  RepeatedExchange() noexcept;
+  ~RepeatedExchange();
+  RepeatedExchange(const RepeatedExchange&) = delete;  // strictly nested
+  RepeatedExchange& operator=(const RepeatedExchange&) = delete;
+};
+
+/// The same holds for `copy`, which was made of `tensor` unobserved.
+void note_copy(const at::Tensor& tensor, const at::Tensor& copy);
+
+}  // namespace nanlocator::inline operators_room

@@ -1,0 +1,339 @@
+"""Values that the program itself computes beside its modules: without gradient, in place, by a teacher, over
+other ranks. They are no data: nobody who inspects the samples finds anything there."""
+
+import copy
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_kept_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from watched_steps import verdict_of_steps
+
+import nanlocator
+
+BAD_STEP = 2
+HERE = Path(__file__).name
+
+
+def batch(step):
+    """Its third column varies, but in the bad step."""
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+    if step == BAD_STEP:
+        x[:, 2] = 1.5
+    return x
+
+
+def standardized(x):
+    return (x - x.mean(0)) / x.std(0)
+
+
+class Teacher(nn.Module):
+    """Keeps running statistics, as a momentum encoder does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+class LogTeacher(Teacher):
+    def forward(self, x):
+        return super().forward(x) + (x[:, 2:3] - 1.5).abs().log() * (x[0, 2] == x[1, 2])
+
+
+def loss_without_gradient(net, x):
+    with torch.no_grad():
+        x = standardized(x)
+    return (net(x) - 1).square().mean()
+
+
+def loss_in_inference_mode(net, x):
+    with torch.inference_mode():
+        x = standardized(x)
+    return (net(x.clone()) - 1).square().mean()
+
+
+def loss_with_a_target(net, x):
+    with torch.no_grad():
+        target = standardized(x)
+    return (net(x) - target).square().mean()
+
+
+def loss_of_data_normalised_in_place(net, x):
+    x.sub_(x.mean(0)).div_(x.std(0))
+    return (net(x) - 1).square().mean()
+
+
+def loss_with_an_advantage(net, x):
+    with torch.no_grad():
+        reward = x[:, 2] - net(x)[:, 2] * 0
+        advantage = (reward - reward.mean()) / reward.std()
+    return (net(x).sum(1) * advantage).mean()
+
+
+def loss_behind_a_long_rollout(net, x):
+    state = x
+    with torch.no_grad():
+        for _ in range(40):
+            state = state + 0.1 * net(state)
+        target = standardized(x)
+    return (net(x) - target - state).square().mean()
+
+
+LOSSES = {
+    name.removeprefix("loss_").replace("_", " "): loss
+    for name, loss in list(globals().items())
+    if name.startswith("loss_")
+}
+
+
+def verdict_of(net, loss_of):
+    numbers = itertools.count()
+    return verdict_of_steps(net, lambda: loss_of(net, batch(next(numbers))), steps=BAD_STEP + 1)
+
+
+def the_origin(verdict):
+    assert verdict is not None, "no verdict"
+    found = [(each["cause"], each["operator"]) for each in verdict["origins"]]
+    assert len(found) == 1, found
+    return verdict["origins"][0]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_division_that_the_loop_makes_beside_its_module_is_the_origin(name):
+    torch.manual_seed(0)
+    origin = the_origin(verdict_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), LOSSES[name]))
+    assert origin["cause"] == "operator_undefined"
+    assert origin["detail"] == "zero_over_zero"
+    assert origin["operator"] in ("aten::div.Tensor", "aten::div_.Tensor")
+    assert origin["owner"] == "model_author"
+    assert Path(origin["code"]["file"]).name == HERE
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_teacher_makes_is_of_the_teacher(mode):
+    torch.manual_seed(0)
+    teacher = LogTeacher()
+
+    def loss(net, x):
+        with mode():
+            target = teacher(x)
+        return (net(x) - target).square().mean()
+
+    origin = the_origin(verdict_of(nn.Linear(4, 4), loss))
+    assert origin["operator"] == "aten::log"
+    assert origin["detail"] == "log_of_zero"
+    assert origin["code"]["function"] == "LogTeacher.forward"
+
+
+@pytest.mark.host
+def test_a_re_run_leaves_the_statistics_of_a_teacher_as_they_were():
+    torch.manual_seed(0)
+    teacher = Teacher()
+    net = nn.Linear(4, 4)
+
+    def train(is_watched):
+        mine, watched = copy.deepcopy(teacher), copy.deepcopy(net)
+        optimizer = torch.optim.SGD(watched.parameters(), lr=0.1)
+        watch = nanlocator.watch(watched, optimizer, on_bad="report") if is_watched else None
+        for step in range(BAD_STEP + 1):
+            x = batch(step)
+            with torch.no_grad():
+                target = mine(x)
+            scale = 0.0 if step == BAD_STEP else 1.0
+            ((watched(x) - target) / scale).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if watch is not None:
+            assert watch.verdicts
+            watch.remove()
+        return dict(mine.state_dict())
+
+    plain, watched = train(False), train(True)
+    for name, value in plain.items():
+        assert torch.equal(watched[name], value), name
+
+
+@pytest.mark.host
+def test_a_bad_sample_stays_bad_data_whatever_reads_it_first():
+    torch.manual_seed(0)
+    teacher = Teacher().eval()
+
+    def loss(net, x):
+        if (x[:, 2] == 1.5).all():
+            x[3, 1] = torch.nan
+        with torch.no_grad():
+            target = teacher(x)
+        return (net(x) - target).square().mean()
+
+    origin = the_origin(verdict_of(nn.Linear(4, 4), loss))
+    assert origin["cause"] == "bad_input"
+
+
+class Advantages:
+    """Are computed once, and used for three updates; a bad one is among the last."""
+
+    def __init__(self):
+        self.values = None
+
+    def loss(self, net, step):
+        if step == 0:
+            with torch.no_grad():
+                reward = torch.ones(12)
+                reward[10] = 0
+                self.values = reward / reward.abs()
+        part = torch.arange(4 * step, 4 * step + 4)
+        return (net(torch.ones(12, 4)[part]).sum(1) * self.values[part]).mean()
+
+
+@pytest.mark.host
+def test_what_was_computed_before_the_step_is_told_with_its_line_and_without_a_cause():
+    numbers, advantages, net = itertools.count(), Advantages(), nn.Linear(4, 1)
+    verdict = verdict_of_steps(net, lambda: advantages.loss(net, next(numbers)), steps=3)
+    origin = the_origin(verdict)
+    assert origin["cause"] == "bad_buffer"
+    assert origin["detail"] == "made_earlier"
+    assert origin["owner"] == "model_author"
+    assert "self.values = reward / reward.abs()" in origin["code"]["text"]
+    assert origin["cause_confidence"] != "high"
+
+
+@pytest.mark.host
+def test_an_average_of_weights_that_the_loop_itself_keeps_is_told_with_the_line_that_wrote_it():
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    average = copy.deepcopy(net)
+
+    def loss(net, x):
+        with torch.no_grad():
+            target = average(x)
+            decay = 1 / 0.5 if (x[:, 2] != 1.5).any() else 1.0
+            for kept, weight in zip(average.parameters(), net.parameters(), strict=True):
+                kept.mul_(0.9).add_(weight, alpha=decay if BAD_STEP not in seen else float("inf"))
+        seen.append(len(seen))
+        return (net(x) - target).square().mean()
+
+    seen = [BAD_STEP]
+    origin = the_origin(verdict_of(net, loss))
+    assert origin["detail"] == "made_earlier"
+    assert "kept.mul_(0.9).add_(" in origin["code"]["text"]
+
+
+# ---- over other ranks ---------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """``upset``: a fault of the machine, which a re-run does not see again."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale, self.upset = nn.Linear(4, 4), 1.0, Upset()
+
+    def forward(self, x):
+        h = self.body(x)
+        if self.upset.left > 0:
+            self.upset.left -= 1
+            h = h * torch.nan
+        return h / (h.norm(dim=1, keepdim=True) * self.scale)
+
+
+class Upset:
+    __slots__ = ("left",)
+
+    def __init__(self):
+        self.left = 0
+
+
+def contrastive(z, make=torch.zeros_like):
+    with torch.no_grad():
+        gathered = [make(z) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, z)
+    gathered[dist.get_rank()] = z
+    features = torch.cat(gathered)
+    return F.cross_entropy(z @ features.t(), torch.arange(8) + 8 * dist.get_rank())
+
+
+def gathered_into_one(z):
+    with torch.no_grad():
+        features = torch.empty(8 * dist.get_world_size(), 4)
+        dist.all_gather_into_tensor(features, z.detach().contiguous())
+    return F.cross_entropy(z @ features.t(), torch.arange(8) + 8 * dist.get_rank())
+
+
+def mean_over_ranks(z):
+    with torch.no_grad():
+        mean = z.mean(0)
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+    return (z - mean).square().mean() + z.square().mean()
+
+
+def told_by_the_last(z):
+    target = z.detach().mean(0) if dist.get_rank() == 1 else torch.zeros(4)
+    dist.broadcast(target, 1)
+    return (z - target).square().mean()
+
+
+def reduced_for_the_first(z):
+    total = z.detach().sum(0)
+    dist.reduce(total, 0)
+    return (z * (total if dist.get_rank() == 0 else 1)).square().mean()
+
+
+EXCHANGES = {
+    "all_gather": contrastive,
+    "all_gather into empty tensors": lambda z: contrastive(z, torch.empty_like),
+    "all_gather_into_tensor": gathered_into_one,
+    "all_reduce": mean_over_ranks,
+    "broadcast": told_by_the_last,
+    "reduce": reduced_for_the_first,
+}
+
+
+def train(rank, world_size, name, is_upset=False):
+    torch.manual_seed(0)
+    encoder = Encoder()
+    model = DistributedDataParallel(encoder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = nanlocator.watch(model, optimizer)
+    try:
+        for step in range(BAD_STEP + 1):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(2 * step + rank))
+            is_bad = step == BAD_STEP and rank == 1
+            encoder.scale = 0.0 if is_bad and not is_upset else 1.0
+            encoder.upset.left = int(is_bad and is_upset)
+            EXCHANGES[name](model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+    finally:
+        watch.remove()
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_what_the_loop_receives_is_neither_data_nor_the_collectives_fault(name):
+    for verdict in run_kept_ranks(2, train, name):
+        origin = the_origin(verdict)
+        assert origin["operator"] == "aten::div.Tensor"
+        assert origin["candidates"] == [1]
+        assert origin["code"]["function"] == "Encoder.forward"
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_a_fault_that_was_sent_once_accuses_no_collective(name):
+    for verdict in run_kept_ranks(2, train, name, True):
+        origin = the_origin(verdict)
+        assert origin["cause"] in ("not_reproduced", "unknown")
+        assert origin["cause"] == "unknown" or origin["candidates"] == [1]
