@@ -753,7 +753,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
       return {"find what differs between the two executions of " + module_of(origin) +
               ": random numbers, autocast, or state that the first one moved"};
     case Action::test_memory:
-      return {"test the memory of " + ranks + " before using the device again",
+      return {"test the memory of " + ranks + " when the device is free",
               "look for a kernel that writes out of bounds"};
     case Action::find_writer:
       return {

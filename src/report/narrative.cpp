@@ -183,6 +183,12 @@ std::string outcome_of_variant(const Fact& fact) {
   return "";
 }
 
+/// Threads took the order that gives the step's own outcome.
+bool is_own_outcome(const Verdict& verdict, const Fact& fact) {
+  return fact.variant == name_of(RerunVariant::reordered) && verdict.rerun.reproduced &&
+         *verdict.rerun.reproduced == (fact.kind == FactKind::variant_bad);
+}
+
 /// The tests that the cause has passed, in few words; the most telling first.
 std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) {
   constexpr std::size_t kMost = 3;
@@ -197,6 +203,7 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
     switch (fact.kind) {
       case FactKind::variant_bad:
       case FactKind::variant_finite:
+        if (is_own_outcome(verdict, fact)) break;
         if (std::string outcome = is_of_variants ? outcome_of_variant(fact) : "";
             !outcome.empty()) {
           tests.push_back(std::move(outcome));
@@ -330,7 +337,6 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   if (kind == "unknown" || kind == "routine") certainty.clear();
   std::vector<std::string> parts = tests_of(verdict, origin);
   if (!open.empty()) parts.push_back(label + open);
-  if (const char* chance = chance_of_restart(verdict, origin)) parts.emplace_back(chance);
   const bool is_open = certainty != ", proven";
   if (parts.empty() && is_open && !verdict.rerun.done) {
     const std::string& why = verdict.rerun.why_not;
@@ -340,7 +346,9 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   std::string text;
   for (const std::string& part : parts) append_item(text, part, "; ");
   const char* const separator = kind == "unknown" ? "; " : ": ";
-  return kind + certainty + (text.empty() ? "" : separator + text);
+  const char* const chance = chance_of_restart(verdict, origin);
+  return kind + certainty + (text.empty() ? "" : separator + text) +
+         (chance == nullptr ? std::string() : std::string("; ") + chance);
 }
 
 std::string event_of(const Verdict& verdict) {
@@ -509,11 +517,17 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   if (!run_dir.empty() && decision.kind != DecisionKind::none_needed) {
     add_row(narrative.rows, "plan",
             "nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string()) +
-                "   (these orders as of now: it looks at the job, its checkpoints and hosts)");
+                "   (prints these orders as of now, with the job and its checkpoints looked up)");
   }
   add_row(narrative.rows, "what", what_of(verdict, origin));
   if (origin != nullptr) add_row(narrative.rows, "cause", cause_of(verdict, *origin));
   add_row(narrative.rows, "state", state_of(verdict));
+  if (!verdict.silent_ranks.empty()) {
+    add_row(narrative.rows, "silent",
+            "no answer from " + count_text(verdict.silent_ranks.size(), "rank") + ": " +
+                short_list(verdict.silent_ranks) +
+                ": an error in their logs comes before everything here");
+  }
   add_row(narrative.rows, "kill", kill_of(verdict));
   const bool is_look_first = is_to_look_first(verdict);
   if (is_look_first) add_check(verdict, narrative.rows);
@@ -525,11 +539,6 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
     add_row(narrative.rows, "also",
             count_text(verdict.origins.size() - 1, "other place") +
                 " with a fault of its own: nanlocator report --verbose; this one decides");
-  }
-  if (!verdict.silent_ranks.empty()) {
-    add_row(narrative.rows, "silent",
-            "no answer from " + count_text(verdict.silent_ranks.size(), "rank") + ": " +
-                short_list(verdict.silent_ranks) + ": look at their logs first");
   }
   if (origin != nullptr) add_details(verdict, *origin, run_dir, narrative);
   return narrative;

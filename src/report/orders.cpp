@@ -82,6 +82,7 @@ bool may_be_of_large_weights(const Verdict& verdict) {
   const Origin* const origin = deciding_origin(verdict);
   if (origin == nullptr) return false;
   if (origin->cause == Cause::divergence) return true;
+  if (origin->action == Action::find_weight_writer) return true;
   const Fact* const weights = find_fact(origin->facts, FactKind::weights_magnitude);
   return origin->cause == Cause::operator_overflow && weights != nullptr &&
          std::ranges::any_of(weights->values,
@@ -111,9 +112,14 @@ std::string loaded_text(const Verdict& verdict) {
   const CheckpointFile* const file = checkpoint_to_load(verdict);
   const std::string all =
       folder.empty() ? check_command("FOLDER") : check_command(folder) + " --all";
-  if (decision.is_to_check) return "LOAD the newest that this finds finite: " + all;
   if (may_be_of_large_weights(verdict)) {
-    return "LOAD one from before the weights grew, finite is not enough: " + all;
+    return "LOAD the newest from before the weights grew, finite is not enough; this shows their "
+           "sizes: " +
+           all;
+  }
+  if (decision.is_to_check) {
+    return "LOAD the newest that this finds finite, weights and optimizer: " + all +
+           "; if none is: leave it down, page the model author";
   }
   if (file != nullptr) {
     const std::string path = joined_path(folder, file->name);
@@ -173,7 +179,8 @@ void add_again(const Verdict& verdict, Rows& rows) {
       decision.ticket != Owner::nobody && decision.ticket != Owner::cluster_operator;
   const bool is_of_data = decision.kind == DecisionKind::skip_batch;
   add_row(rows, "if AGAIN",
-          std::string(is_of_data ? "in another batch" : "in the same operator or parameter") +
+          std::string(is_of_data ? "in the same batch: it was not left out; in another"
+                                 : "in the same operator or parameter") +
               ": leave it down, page the " +
               person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
               "; elsewhere: as its own block says");
@@ -242,14 +249,19 @@ std::string action_text_of(const Verdict& verdict) {
       const CheckpointFile* const file =
           decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
       return kill + check_first_text(verdict) + "RESTART FROM " +
-             (decision.is_to_check ? "A CHECKPOINT THAT IS CHECKED FINITE"
-              : file != nullptr    ? file->name
+             (may_be_of_large_weights(verdict) ? "A CHECKPOINT FROM BEFORE THE WEIGHTS GREW"
+              : decision.is_to_check           ? "A CHECKPOINT THAT IS CHECKED FINITE"
+              : file != nullptr                ? file->name
               : may_load_newest(verdict)
                   ? "THE NEWEST CHECKPOINT"
                   : "A CHECKPOINT FROM BEFORE STEP " + first_bad_step(verdict));
     }
     case DecisionKind::do_not_restart:
-      return (is_running_damaged ? "KILL IT NOW, PAGE THE " : "LEAVE IT DOWN, PAGE THE ") +
+      return (is_running_damaged ? "KILL IT NOW, PAGE THE "
+              : is_to_look_first(verdict)
+                  ? "CHECK " + joined(hosts_of(verdict, ranks_to_look_at(verdict))) +
+                        "; IF CLEAN: LEAVE IT DOWN, PAGE THE "
+                  : "LEAVE IT DOWN, PAGE THE ") +
              in_capitals(person_of(decision.page));
   }
   return "";
@@ -260,8 +272,9 @@ std::string restart_word_of(const Verdict& verdict) {
   if (decision.is_traced) return "ONLY TRACED";
   switch (decision.kind) {
     case DecisionKind::none_needed:
-    case DecisionKind::do_not_restart:
       return "NO";
+    case DecisionKind::do_not_restart:
+      return is_to_look_first(verdict) ? "NO, if the check is clean" : "NO";
     case DecisionKind::restart_as_is:
       return is_to_look_first(verdict) ? "ONCE, after the check" : "ONCE";
     case DecisionKind::older_checkpoint:
@@ -291,6 +304,7 @@ std::string hosts_text_of(const Verdict& verdict) {
 std::string load_of(const Verdict& verdict) {
   if (!needs_checkpoint(verdict)) return "not needed";
   if (verdict.decision.kind == DecisionKind::do_not_restart) return "nothing now";
+  if (may_be_of_large_weights(verdict)) return "only one from before the weights grew";
   if (verdict.decision.is_to_check) return "only one checked finite";
   if (const CheckpointFile* const file = checkpoint_to_load(verdict)) return file->name;
   if (may_load_newest(verdict)) return verdict.iteration <= 1 ? "as started" : "the newest";
@@ -321,6 +335,7 @@ std::string state_of(const Verdict& verdict) {
   if (verdict.decision.kind == DecisionKind::do_not_restart) {
     text += verdict.decision.recurrence == Recurrence::same_place
                 ? "; an earlier attempt of this run failed in the same way"
+            : is_to_look_first(verdict)       ? "; on the same hosts a restart fails again"
             : is_known_to_fail_again(verdict) ? "; a restart fails again until it is mended"
                                               : "; a restart is expected to fail again";
   } else if (verdict.decision.recurrence == Recurrence::same_device) {
@@ -335,7 +350,8 @@ std::string kill_of(const Verdict& verdict) {
   if (launch && launch->scheduler == "slurm") {
     // Without the command's name, which scanners of logs take for what has ended the job.
     return "SIGKILL to every process of job " + launch->job_id +
-           ", as the plan does it (at SIGTERM it may save)";
+           ", by the command that the plan prints (an ordinary end sends SIGTERM, at which it may "
+           "save)";
   }
   return "SIGKILL to its processes (at SIGTERM it may save)";
 }
@@ -366,6 +382,32 @@ void add_skip(const Verdict& verdict, Rows& rows) {
           person_of(verdict.decision.ticket));
 }
 
+/// The devices' error counters, and what they change.
+static void add_counters(const Verdict& verdict, const std::vector<std::string>& hosts,
+                         Rows& rows) {
+  const JobDecision& decision = verdict.decision;
+  const bool is_running = decision.kind == DecisionKind::none_needed;
+  const bool is_down = decision.kind == DecisionKind::do_not_restart;
+  const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
+  const CheckpointFile* const file = decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
+  const bool is_one = hosts.size() == 1;
+  std::string without = "without " + (is_one ? hosts.front() : "the one that has them");
+  if (is_slurm) without += " (sbatch --exclude=" + (is_one ? hosts.front() : "HOST") + ")";
+  if (!is_running && file != nullptr) without += ", from " + file->name;
+  if (!is_running && decision.is_to_check) without += ", from a checkpoint found finite";
+  add_row(rows, "check",
+          std::string(is_running ? "on " : "FIRST, on ") + joined(hosts) +
+              ": nvidia-smi -q -d ECC; dmesg -T | grep NVRM");
+  add_row(rows, "if errors",
+          "uncorrectable volatile counts above 0, or NVRM lines since the job began: " +
+              std::string(is_running ? "end it at its next checkpoint, restart " : "restart ") +
+              without + "; ticket cluster on-call" + (is_down ? ", page nobody" : ""));
+  add_row(rows, "if clean",
+          is_running ? "let it run"
+          : is_down  ? "leave it down, page the " + person_of(decision.page)
+                     : "restart on the same hosts");
+}
+
 void add_check(const Verdict& verdict, Rows& rows) {
   const JobDecision& decision = verdict.decision;
   const std::vector<int> ranks = ranks_to_look_at(verdict);
@@ -374,27 +416,12 @@ void add_check(const Verdict& verdict, Rows& rows) {
   const bool is_suspected = !decision.ranks.empty();
   const std::string suspects = is_suspected ? suspects_text(verdict) : joined(hosts);
   if (!is_suspected || !leaves_suspects_out(decision)) {
-    if (!is_to_look_first(verdict)) return add_again(verdict, rows);
-    const bool is_down = decision.kind == DecisionKind::do_not_restart;
-    const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
-    const std::string without =
-        joined(hosts) + (is_slurm ? " (sbatch --exclude=" + joined(hosts) + ")" : "");
-    const CheckpointFile* const file = decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
-    add_row(rows, "check",
-            (is_down ? "on " : "FIRST, on ") + joined(hosts) +
-                ": nvidia-smi -q -d ECC; dmesg -T | grep NVRM");
-    add_row(rows, "if errors",
-            "uncorrectable volatile counts above 0, or NVRM lines since the job began: restart "
-            "without " +
-                without +
-                (file != nullptr        ? ", from " + file->name
-                 : decision.is_to_check ? ", from a checkpoint found finite"
-                                        : "") +
-                "; ticket cluster on-call");
-    if (!is_suspected) return add_again(verdict, rows);
+    if (is_to_look_first(verdict)) add_counters(verdict, hosts, rows);
+    if (decision.kind == DecisionKind::do_not_restart) return;
+    if (!is_suspected || !is_to_look_first(verdict)) return add_again(verdict, rows);
     add_row(rows, "if AGAIN",
-            "on " + joined(hosts) +
-                ": restart without it; on other hosts: leave it down, page the " +
+            "on " + joined(hosts) + ": restart without " + (hosts.size() > 1 ? "them" : "it") +
+                "; on other hosts: leave it down, page the " +
                 person_of(decision.page == Owner::framework ? decision.page : Owner::model_author));
     return;
   }

@@ -65,7 +65,7 @@ std::string suspects_text(const Verdict& verdict) {
   const std::vector<int>& ranks = verdict.decision.ranks;
   const auto hosts = hosts_of(verdict, ranks);
   if (hosts.empty()) return ranks_text(ranks);
-  if (!is_one_host(verdict)) return joined(hosts);
+  if (!is_one_host(verdict) || hosts.size() > 1) return joined(hosts);
   std::set<std::string> devices;
   for (const int rank : ranks) {
     const RankCoordinates* const known = find_mentioned(verdict, rank);

@@ -90,7 +90,7 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
       format_verdict(division_by_zero(), {.run_dir = "/runs/a0"}),
       R"(nanlocator ERROR[div_zero] 2026-11-27 02:58 UTC job 88213 gpt-moe, step 2: LEAVE IT DOWN, PAGE THE MODEL AUTHOR
   restart NO | hosts none suspected | load nothing now | page model author | ticket none
-  plan:        nanlocator next /runs/a0   (these orders as of now: it looks at the job, its checkpoints and hosts)
+  plan:        nanlocator next /runs/a0   (prints these orders as of now, with the job and its checkpoints looked up)
   what:        division by zero: torch.div in decoder.layers.2.mlp.router on rank 3 = a17:GPU3 gave -Inf
                (non-finite) in 4 of 128 elements from [0, 0]; it reached the gradients of 1 parameter on 2
                ranks
@@ -198,7 +198,7 @@ TEST(Narrative, ACollectiveThatFailsAgainIsRatherTheCode) {
   verdict.rerun.reproduced = true;
   verdict.decision = decide(verdict);
   const Narrative told = narrative_of(verdict);
-  EXPECT_EQ(told.action, "LEAVE IT DOWN, PAGE THE FRAMEWORK TEAM");
+  EXPECT_EQ(told.action, "CHECK a17; IF CLEAN: LEAVE IT DOWN, PAGE THE FRAMEWORK TEAM");
   EXPECT_THAT(told.rows, Contains(Pair("cause", HasSubstr("hardware or code, open"))));
   EXPECT_THAT(told.rows, Contains(Pair("check", HasSubstr("nvidia-smi -q -d ECC"))));
 }
