@@ -394,7 +394,10 @@ static void add_counters(const Verdict& verdict, const std::vector<std::string>&
   std::string without = "without " + (is_one ? hosts.front() : "the one that has them");
   if (is_slurm) without += " (sbatch --exclude=" + (is_one ? hosts.front() : "HOST") + ")";
   if (!is_running && file != nullptr) without += ", from " + file->name;
-  if (!is_running && decision.is_to_check) without += ", from a checkpoint found finite";
+  if (!is_running && decision.is_to_check) {
+    without += may_be_of_large_weights(verdict) ? ", from before the weights grew"
+                                                : ", from a checkpoint found finite";
+  }
   add_row(rows, "check",
           std::string(is_running ? "on " : "FIRST, on ") + joined(hosts) +
               ": nvidia-smi -q -d ECC; dmesg -T | grep NVRM");
@@ -421,9 +424,16 @@ void add_check(const Verdict& verdict, Rows& rows) {
     if (!is_suspected || !is_to_look_first(verdict)) return add_again(verdict, rows);
     add_row(rows, "if AGAIN",
             "on " + joined(hosts) + ": restart without " + (hosts.size() > 1 ? "them" : "it") +
-                "; on other hosts: leave it down, page the " +
+                (decision.kind == DecisionKind::none_needed
+                     ? "; on other hosts: page the "
+                     : "; on other hosts: leave it down, page the ") +
                 person_of(decision.page == Owner::framework ? decision.page : Owner::model_author));
     return;
+  }
+  if (verdict.launch && verdict.launch->scheduler == "slurm") {
+    std::string excluded;
+    for (const std::string& host : hosts) append_item(excluded, host, ",");
+    add_row(rows, "exclude", "sbatch --exclude=" + excluded);
   }
   add_row(rows, "check",
           check_of_hosts(hosts, verdict.layout->ranks_per_host) + "   (on " + joined(hosts) +
