@@ -228,6 +228,30 @@ def test_an_average_of_weights_that_the_loop_itself_keeps_is_told_with_the_line_
     assert "kept.mul_(0.9).add_(" in origin["code"]["text"]
 
 
+@pytest.mark.host
+def test_gradients_that_the_loop_computes_without_gradient_are_a_backward():
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    watch = nanlocator.watch(net, optimizer)
+    try:
+        with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+            for step in range(BAD_STEP + 1):
+                loss = net(batch(step)).square().mean()
+                if step == BAD_STEP:
+                    loss = loss + (loss - loss.detach()).sqrt()
+                gradients = torch.autograd.grad(loss, list(net.parameters()))
+                with torch.no_grad():
+                    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                        parameter.grad = gradient * 0.5
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        watch.remove()
+    origin = the_origin(raised.value.verdict)
+    assert origin["detail"] == "derivative_at_pole"
+
+
 # ---- over other ranks ---------------------------------------------------------------------------------
 
 
