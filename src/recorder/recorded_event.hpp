@@ -85,8 +85,7 @@ struct RecordedInput {
 /// What a collective brought: put into the tensor `value`, or, if that is empty, a new tensor.
 struct RecordedResult {
   std::optional<RecordedValue> value;
-  at::Tensor content;         // undefined: the program has not read it
-  std::uint32_t version = 0;  // of `content`
+  RecordedInput content;  // not kept: the program has not read it
 };
 
 struct RecordedOutput {

@@ -36,7 +36,8 @@ at::Tensor bytes_of(const c10::Storage& storage) {
 /// No training step has more events that are still needed.
 constexpr std::size_t kMostEvents = 20000;
 /// Operators that a program executes in a step under `no_grad`, outside of modules, for what the
-/// loss uses: targets, advantages, statistics. A rollout has more; its results are data.
+/// loss uses: targets, advantages, statistics. A rollout has more; of its
+/// results only the line is known.
 constexpr std::size_t kMostWithoutGradient = 2000;
 /// Limits for copies of data per step: more than most programs' batches, and little beside a model.
 constexpr std::uint64_t kMostCopiedOnHost = std::uint64_t{64} << 20;
@@ -317,6 +318,14 @@ struct StepRecorder::Impl {
     at::Tensor copy = steady_copy(tensor);
     if (const EarlierWrite* write = unrepeated_write_of(tensor)) note_unrepeated(copy, *write);
     return copy;
+  }
+
+  /// A copy, or the tensor and a sample of what it holds.
+  void keep(RecordedInput& content, const at::Tensor& tensor) {
+    const bool is_copied = may_copy(tensor);
+    content.kept = steady(tensor);
+    content.version = version_of(content.kept);
+    if (!is_copied) content.sample = content_sample(tensor);
   }
 
   /// A batch that is normalised in place, for example; no state that the program keeps over steps,
@@ -734,7 +743,7 @@ void StepRecorder::Impl::finish_exchange(const at::RecordFunction& call, Context
                      Arriving{Region::of(tensor), event, data.results.size()});
     data.results.push_back(std::move(result));
   }
-  exchanges.push_back(std::move(event));
+  if (!data.results.empty()) exchanges.push_back(std::move(event));
 }
 
 /// The program is about to read `tensor`, so what it holds has arrived.
@@ -745,8 +754,7 @@ void StepRecorder::Impl::take_arrived(const at::Tensor& tensor) {
   for (auto at = begin; at != end; ++at) {
     const Arriving& each = at->second;
     auto& result = std::const_pointer_cast<RecordedEvent>(each.event)->data().results[each.index];
-    result.content = steady(each.region.of(tensor.storage(), tensor.options()));
-    result.version = version_of(result.content);
+    keep(result.content, each.region.of(tensor.storage(), tensor.options()));
   }
   arriving.erase(begin, end);
   // Gloo has copied them in when the program waited.
@@ -811,17 +819,19 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   const bool writes_own = !written.empty() || writes_gradients || context.before.defined();
   if (!elsewhere.empty()) return note_unrepeated_write(info, context, elsewhere);
 
+  /// The batch that it writes in place counts as made by it.
+  const auto is_written_data = [&](const at::Tensor& tensor) {
+    return context.before.defined() && given.front().is_same(tensor);
+  };
   data.is_indispensable = writes_own;
   std::vector<std::pair<int, at::Tensor>> made_now;
   int index = 0;
   for (const auto& value : last_values(call.outputs(), info.returns_alias.size())) {
     for_each_tensor_at(value, [&](const at::Tensor& tensor, int) {
       const int position = index++;
-      const bool is_begun = context.before.defined() && given.front().is_same(tensor);
-      const bool is_new =
-          tensor.defined() && (is_begun || std::ranges::none_of(given, [&](const auto& each) {
-                                 return each.is_same(tensor);
-                               }));
+      const bool is_given =
+          std::ranges::any_of(given, [&](const auto& each) { return each.is_same(tensor); });
+      const bool is_new = tensor.defined() && (!is_given || is_written_data(tensor));
       if (!is_new) return;
       made_now.emplace_back(position, tensor);
       data.is_indispensable = data.is_indispensable || tensor.requires_grad();
@@ -878,11 +888,11 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   }
   for (const auto& [position, tensor] : made_now) {
     data.outputs.push_back({position, WeakTensor(tensor.getIntrusivePtr()), version_of(tensor)});
-    const bool is_begun = context.before.defined() && given.front().is_same(tensor);
-    const bool shares_memory = !is_begun && std::ranges::any_of(given, [&](const auto& each) {
-      return each.has_storage() && tensor.has_storage() &&
-             each.storage().is_alias_of(tensor.storage());
-    });
+    const bool shares_memory =
+        !is_written_data(tensor) && std::ranges::any_of(given, [&](const auto& each) {
+          return each.has_storage() && tensor.has_storage() &&
+                 each.storage().is_alias_of(tensor.storage());
+        });
     made(event, tensor, position, !shares_memory);
   }
   for (const auto& tensor : written) wrote(event, tensor);

@@ -113,16 +113,17 @@ void StepReplay::Impl::exchange(const RecordedEvent& collective) {
   int index = 0;
   for (const auto& result : data.results) {
     const int position = index++;
-    if (result.content.defined() && version_of(result.content) != result.version) {
+    const at::Tensor& content = result.content.kept;
+    if (result.content.is_overwritten()) {
       throw Error("what " + data.handle->schema().name() +
                   " brought was overwritten later in the step");
     }
     at::Tensor to = result.value ? get(*result.value) : at::Tensor();
-    if (!to.defined() && result.content.defined()) to = steady_copy(result.content);
+    if (!to.defined() && content.defined()) to = steady_copy(content);
     if (!to.defined()) continue;
     if (!result.value) set(collective, position, to);
     results.push_back(to);
-    if (result.content.defined()) arrivals.emplace_back(to, result.content);
+    if (content.defined()) arrivals.emplace_back(to, content);
   }
   auto arguments = data.arguments;
   arguments[0] = results;

@@ -225,9 +225,9 @@ bool is_to_look_first(const Verdict& verdict) {
 }
 
 /// "CHECK a18, THEN ", if that decides where it is restarted.
-static std::string check_first_text(const Verdict& verdict) {
-  if (!is_to_look_first(verdict) || !verdict.layout) return "";
-  return "CHECK " + joined(hosts_of(verdict, ranks_to_look_at(verdict))) + ", THEN ";
+static std::string check_first_text(const Verdict& verdict, const char* then) {
+  if (!is_to_look_first(verdict)) return "";
+  return "CHECK " + joined(hosts_of(verdict, ranks_to_look_at(verdict))) + then;
 }
 
 std::string action_text_of(const Verdict& verdict) {
@@ -238,7 +238,7 @@ std::string action_text_of(const Verdict& verdict) {
     case DecisionKind::none_needed:
       return decision.ticket == Owner::nobody ? "NO ACTION" : "LET IT RUN, FILE A TICKET";
     case DecisionKind::restart_as_is:
-      return kill + check_first_text(verdict) +
+      return kill + check_first_text(verdict, ", THEN ") +
              (decision.is_traced ? "RESTART TRACED" : "RESTART ONCE AS IT IS");
     case DecisionKind::exclude:
       return kill + "RESTART WITHOUT " + suspects_text(verdict);
@@ -248,7 +248,7 @@ std::string action_text_of(const Verdict& verdict) {
       if (decision.is_traced) return kill + "RESTART TRACED";
       const CheckpointFile* const file =
           decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
-      return kill + check_first_text(verdict) + "RESTART FROM " +
+      return kill + check_first_text(verdict, ", THEN ") + "RESTART FROM " +
              (may_be_of_large_weights(verdict) ? "A CHECKPOINT FROM BEFORE THE WEIGHTS GREW"
               : decision.is_to_check           ? "A CHECKPOINT THAT IS CHECKED FINITE"
               : file != nullptr                ? file->name
@@ -256,13 +256,12 @@ std::string action_text_of(const Verdict& verdict) {
                   ? "THE NEWEST CHECKPOINT"
                   : "A CHECKPOINT FROM BEFORE STEP " + first_bad_step(verdict));
     }
-    case DecisionKind::do_not_restart:
-      return (is_running_damaged ? "KILL IT NOW, PAGE THE "
-              : is_to_look_first(verdict)
-                  ? "CHECK " + joined(hosts_of(verdict, ranks_to_look_at(verdict))) +
-                        "; IF CLEAN: LEAVE IT DOWN, PAGE THE "
-                  : "LEAVE IT DOWN, PAGE THE ") +
+    case DecisionKind::do_not_restart: {
+      const std::string order =
+          is_running_damaged ? "KILL IT NOW, PAGE THE " : "LEAVE IT DOWN, PAGE THE ";
+      return (is_running_damaged ? "" : check_first_text(verdict, "; IF CLEAN: ")) + order +
              in_capitals(person_of(decision.page));
+    }
   }
   return "";
 }
@@ -276,7 +275,6 @@ std::string restart_word_of(const Verdict& verdict) {
     case DecisionKind::do_not_restart:
       return is_to_look_first(verdict) ? "NO, if the check is clean" : "NO";
     case DecisionKind::restart_as_is:
-      return is_to_look_first(verdict) ? "ONCE, after the check" : "ONCE";
     case DecisionKind::older_checkpoint:
       return is_to_look_first(verdict) ? "ONCE, after the check" : "ONCE";
     case DecisionKind::skip_batch:

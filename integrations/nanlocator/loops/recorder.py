@@ -34,13 +34,14 @@ from nanlocator.sharding import fsdp2
 from nanlocator.sharding.pipelining import Pipeline
 from nanlocator.state import lightning_steps
 from nanlocator.state.batches import KeptBatch
+from nanlocator.state.buffers import Buffers
 from nanlocator.state.containers import mapped, tensors_beside, tensors_of
 from nanlocator.state.rerun import GeneratorStates
 from nanlocator.state.switches import Switches, switches_of
 
 T = TypeVar("T")
 
-# Calls of modules under `no_grad` that a step keeps: a rollout has more, and its results count as data.
+# Calls under `no_grad` that a step keeps. A rollout has more; of its results only the line is known.
 _MOST_CALLS_WITHOUT_GRADIENT = 16
 
 # Data that is not copied, and samples of its content; None if it is not sampled.
@@ -613,18 +614,25 @@ class _CallWithoutGradient(_ModuleCall):
     itself."""
 
     def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        with torch.no_grad(), _restoring(list(self.module.buffers())):
+        with torch.no_grad(), _restoring_buffers(self.module):
             return super().run_again(replay, losses)
 
 
 @contextlib.contextmanager
-def _restoring(tensors: list[torch.Tensor]) -> Iterator[None]:
+def _restoring_buffers(module: nn.Module) -> Iterator[None]:
+    """Those that are written to, and those that are replaced."""
+    places = Buffers()
+    places.follow(module.named_modules())
+    places.save()
+    tensors = [tensor for _, tensor in places.now()]
     copies = _C.steady_copies(tensors)
     try:
         yield
     finally:
+        places.restore()
         for tensor, copy in zip(tensors, copies, strict=True):
-            tensor.copy_(copy)
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.copy_(copy)
 
 
 class _PipelineCall(_Call):
