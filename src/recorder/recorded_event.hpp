@@ -22,11 +22,18 @@ namespace nanlocator::inline recorder_room {
 
 using RecordedEvents = std::vector<std::shared_ptr<const RecordedEvent>>;
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 using GeneratorStates = std::vector<std::pair<at::Generator, at::Tensor>>;
 
 /// The number of writes to it.
 [[nodiscard]] inline std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : tensor._version();
+}
+
+/// False for a subclass, such as DTensor, whose values are in another tensor.
+[[nodiscard]] inline bool has_memory(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && tensor.has_storage() &&
+         !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
 /// Autocast of the devices that training runs on.

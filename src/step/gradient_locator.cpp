@@ -409,7 +409,10 @@ const Verdict& GradientLocator::conclude() {
   if (impl.options.on_bad != Policy::stop && impl.incidents > impl.options.max_incidents) {
     impl.past_limit = Verdict{};
     // The same on all ranks: they have agreed on the re-run's outcome, and `recover` depends on it.
-    if (impl.rerun) impl.past_limit.rerun = {true, impl.rerun->reproduced, {}, {}};
+    if (impl.rerun) {
+      impl.past_limit.rerun.done = true;
+      impl.past_limit.rerun.reproduced = impl.rerun->reproduced;
+    }
     impl.past_limit.run_id = impl.run.id;
     impl.past_limit.iteration = impl.iteration;
     impl.past_limit.status = VerdictStatus::partial;

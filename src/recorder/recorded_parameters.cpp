@@ -1,0 +1,113 @@
+#include "recorder/recorded_parameters.hpp"
+
+namespace nanlocator::inline recorder_room {
+
+void RecordedParameters::set(std::vector<at::Tensor> parameters) {
+  parameters_ = std::move(parameters);
+  begin_step();
+  note_weights();
+}
+
+void RecordedParameters::note_weights() {
+  versions_.clear();
+  for (const auto& each : parameters_) versions_.push_back(version_of(each));
+}
+
+std::vector<at::Tensor> RecordedParameters::changed_weights() const {
+  std::vector<at::Tensor> changed;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (version_of(parameters_[i]) != versions_[i]) changed.push_back(parameters_[i]);
+  }
+  return changed;
+}
+
+void RecordedParameters::begin_step() {
+  are_new_ = true;
+  written_.clear();
+}
+
+void RecordedParameters::find_gradients() {
+  if (!are_new_) return;
+  by_tensor_.clear();
+  by_memory_.clear();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& grad = parameters_[i].grad();
+    if (!grad.defined()) continue;
+    by_tensor_.emplace(grad.unsafeGetTensorImpl(), i);
+    if (has_memory(grad)) {
+      by_memory_.emplace(grad.storage().unsafeGetStorageImpl(), i);
+    }
+  }
+  are_new_ = false;
+}
+
+std::optional<std::size_t> RecordedParameters::index_of(const at::Tensor& gradient) {
+  find_gradients();
+  const auto found = by_tensor_.find(gradient.unsafeGetTensorImpl());
+  if (found == by_tensor_.end()) return std::nullopt;
+  // A program may have dropped its gradient since (FSDP1 in forward), and the address may be
+  // reused.
+  const bool is_its_own =
+      parameters_[found->second].grad().unsafeGetTensorImpl() == gradient.unsafeGetTensorImpl();
+  return is_its_own ? std::optional(found->second) : std::nullopt;
+}
+
+std::optional<std::pair<std::size_t, ViewOfGradient>> RecordedParameters::place_of(
+    const at::Tensor& view) {
+  find_gradients();
+  if (by_memory_.empty() || !has_memory(view) || view.numel() == 0) return std::nullopt;
+  const auto [begin, end] = by_memory_.equal_range(view.storage().unsafeGetStorageImpl());
+  for (auto at = begin; at != end; ++at) {
+    const at::Tensor& grad = parameters_[at->second].grad();
+    if (!grad.defined() || !has_memory(grad) || !grad.is_alias_of(view)) continue;
+    if (grad.dtype() != view.dtype() || !grad.is_contiguous()) continue;
+    const std::int64_t first = view.storage_offset() - grad.storage_offset();
+    std::int64_t last = first;
+    for (std::int64_t d = 0; d < view.dim(); ++d) last += (view.size(d) - 1) * view.stride(d);
+    if (first < 0 || last >= grad.numel()) continue;
+    return std::pair(at->second, ViewOfGradient{view.sizes().vec(), view.strides().vec(), first});
+  }
+  return std::nullopt;
+}
+
+RecordedParameters::Written RecordedParameters::gradient_now(std::size_t parameter) const {
+  const auto& grad = parameters_[parameter].grad();
+  if (!grad.defined()) return {};
+  return {grad.unsafeGetTensorImpl(), version_of(grad)};
+}
+
+void RecordedParameters::note_backward() {
+  are_new_ = true;
+  written_.clear();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) written_.push_back(gradient_now(i));
+}
+
+void RecordedParameters::note_write(const at::Tensor& tensor) {
+  if (written_.size() != parameters_.size()) return;
+  if (const auto parameter = index_of(tensor)) {
+    written_[*parameter] = gradient_now(*parameter);
+  } else if (const auto place = place_of(tensor)) {
+    written_[place->first] = gradient_now(place->first);
+  }
+}
+
+std::vector<at::Tensor> RecordedParameters::changed_gradients() const {
+  std::vector<at::Tensor> changed;
+  for (std::size_t i = 0; i < written_.size(); ++i) {
+    if (gradient_now(i) != written_[i]) changed.push_back(parameters_[i]);
+  }
+  return changed;
+}
+
+std::uint64_t RecordedParameters::state_of_gradients() const {
+  std::uint64_t state = 0;
+  for (const auto& parameter : parameters_) {
+    const auto& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    state = state * 31 + reinterpret_cast<std::uintptr_t>(gradient.unsafeGetTensorImpl());
+    state = state * 31 + version_of(gradient);
+  }
+  return state;
+}
+
+}  // namespace nanlocator::inline recorder_room

@@ -1,0 +1,66 @@
+// The parameters and their gradients, as the recorder knows them: by tensor, by memory and by
+// number of writes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "recorder/recorded_event.hpp"
+
+namespace nanlocator::inline recorder_room {
+
+/// Thread: the training thread.
+class RecordedParameters {
+ public:
+  void set(std::vector<at::Tensor> parameters);
+  /// Parameters that were written to since the last `note_weights`, or since `set`.
+  void note_weights();
+  [[nodiscard]] std::vector<at::Tensor> changed_weights() const;
+  [[nodiscard]] const at::Tensor& operator[](std::size_t index) const { return parameters_[index]; }
+
+  /// Their gradients may be others from now on, and no backward has written to them.
+  void begin_step();
+
+  /// The parameter that has this gradient.
+  [[nodiscard]] std::optional<std::size_t> index_of(const at::Tensor& gradient);
+  /// The parameter in whose gradient this view lies, and where.
+  [[nodiscard]] std::optional<std::pair<std::size_t, ViewOfGradient>> place_of(
+      const at::Tensor& view);
+  [[nodiscard]] bool have_in_gradients(const at::Tensor& tensor) {
+    return index_of(tensor).has_value() || place_of(tensor).has_value();
+  }
+
+  /// A backward may have written to all of them.
+  void note_backward();
+  /// A recorded event may have written to `tensor`; nothing happens if it is no gradient.
+  void note_write(const at::Tensor& tensor);
+  /// Parameters with gradients that something else has written to since the step's first backward.
+  [[nodiscard]] std::vector<at::Tensor> changed_gradients() const;
+  /// Another number after each write to a gradient and for each new one.
+  [[nodiscard]] std::uint64_t state_of_gradients() const;
+
+ private:
+  /// A gradient and the number of writes to it.
+  struct Written {
+    const c10::TensorImpl* tensor = nullptr;
+    std::uint32_t version = 0;
+    friend bool operator==(const Written&, const Written&) = default;
+  };
+  [[nodiscard]] Written gradient_now(std::size_t parameter) const;
+  void find_gradients();
+
+  std::vector<at::Tensor> parameters_;
+  std::vector<std::uint32_t> versions_;  // of the parameters, at the last `note_weights`
+  std::unordered_map<const c10::TensorImpl*, std::size_t> by_tensor_;  // to the parameter's index
+  std::unordered_multimap<const c10::StorageImpl*, std::size_t> by_memory_;
+  bool are_new_ = false;
+  /// Of each parameter, after the last event that wrote it; empty before the step's first backward.
+  std::vector<Written> written_;
+};
+
+}  // namespace nanlocator::inline recorder_room
