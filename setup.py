@@ -58,8 +58,11 @@ class CMakeBuild(build_ext):
             configure += ["-G", "Ninja"]
         subprocess.run(configure, check=True)
         jobs = str(os.cpu_count() or 1)
+        environment = {"CCACHE_BASEDIR": str(SOURCE), **os.environ}  # reuses objects of other builds
         targets = ["nanlocator_python", "nanlocator_command", "nanlocator_replay"]
-        subprocess.run(["cmake", "--build", BUILD, "-j", jobs, "--target", *targets], check=True)
+        subprocess.run(
+            ["cmake", "--build", BUILD, "-j", jobs, "--target", *targets], check=True, env=environment
+        )
         is_editable = getattr(self, "editable_mode", False) or self.inplace
         package = (SOURCE / "integrations" if is_editable else Path(self.build_lib)) / "nanlocator"
         package.mkdir(parents=True, exist_ok=True)

@@ -338,7 +338,8 @@ JobDecision decide(const Verdict& verdict, std::span<const Verdict> earlier) {
     decision.is_to_check = false;
     if (decision.page != Owner::nobody)
       decision.ticket = std::exchange(decision.page, Owner::nobody);
-  } else if (course == Course::goes_on_damaged && decision.kind < DecisionKind::older_checkpoint) {
+  } else if (course == Course::goes_on_damaged && decision.kind < DecisionKind::older_checkpoint &&
+             decision.kind != DecisionKind::skip_batch) {
     decision.kind = DecisionKind::older_checkpoint;
   }
   return decision;

@@ -147,7 +147,39 @@ class Locator {
         layout.mentioned.push_back(evidence->coordinates());
       }
     }
+    for (const int rank : findings_.incident().silent()) {
+      if (layout.mentioned.size() >= kMostMentioned) break;
+      if (auto place = silent_place(rank, layout.ranks_per_host)) {
+        layout.mentioned.push_back(std::move(*place));
+      }
+    }
+    std::ranges::sort(layout.mentioned, {}, &RankCoordinates::rank);
     verdict_.layout = std::move(layout);
+  }
+
+  /// The host of a silent rank, if launchers number ranks host by host here: the ranks that
+  /// answered from the same block have one host, which no other block has.
+  std::optional<RankCoordinates> silent_place(int rank, int ranks_per_host) const {
+    const int first = rank / ranks_per_host * ranks_per_host;
+    std::string host;
+    for (const RankEvidence& other : findings_.incident().ranks()) {
+      const RankCoordinates& at = other.coordinates();
+      const bool is_of_block = at.rank >= first && at.rank < first + ranks_per_host;
+      if (at.host.empty() || (is_of_block && at.rank - at.local_rank != first)) return std::nullopt;
+      if (is_of_block && host.empty()) host = at.host;
+      if (is_of_block && at.host != host) return std::nullopt;
+    }
+    for (const RankEvidence& other : findings_.incident().ranks()) {
+      const RankCoordinates& at = other.coordinates();
+      const bool is_of_block = at.rank >= first && at.rank < first + ranks_per_host;
+      if (!is_of_block && at.host == host) return std::nullopt;
+    }
+    if (host.empty()) return std::nullopt;
+    RankCoordinates place;
+    place.rank = rank;
+    place.local_rank = rank - first;
+    place.host = host;
+    return place;
   }
 
   std::set<int> mentioned_ranks() const {

@@ -351,6 +351,23 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
          (chance == nullptr ? std::string() : std::string("; ") + chance);
 }
 
+/// "rank 2 on a18", "3 ranks: 5-7, on a18".
+std::string silent_text(const Verdict& verdict) {
+  const std::vector<int>& ranks = verdict.silent_ranks;
+  if (ranks.size() == 1) return ranks_place_of(verdict, ranks);
+  const auto hosts = hosts_of(verdict, ranks);
+  return count_text(ranks.size(), "rank") + ": " + short_list(ranks) +
+         (hosts.empty() ? "" : ", on " + joined(hosts));
+}
+
+std::string silent_in_headline(const Verdict& verdict) {
+  const std::vector<int>& ranks = verdict.silent_ranks;
+  const auto hosts = hosts_of(verdict, ranks);
+  return (ranks.size() == 1 ? "RANK " + std::to_string(ranks.front())
+                            : "THE " + std::to_string(ranks.size()) + " SILENT RANKS") +
+         (hosts.size() == 1 ? " ON " + hosts.front() : "");
+}
+
 std::string event_of(const Verdict& verdict) {
   std::string text;
   if (const auto& launch = verdict.launch) {
@@ -509,6 +526,9 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   narrative.code = error_code_of(verdict);
   narrative.event = event_of(verdict);
   narrative.action = action_text_of(verdict);
+  if (!verdict.silent_ranks.empty() && course_of(verdict) == Course::stops) {
+    narrative.action += "; FIRST READ THE LOG OF " + silent_in_headline(verdict);
+  }
   narrative.restart = restart_word_of(verdict);
   narrative.hosts = hosts_text_of(verdict);
   narrative.load = load_of(verdict);
@@ -524,9 +544,8 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   add_row(narrative.rows, "state", state_of(verdict));
   if (!verdict.silent_ranks.empty()) {
     add_row(narrative.rows, "silent",
-            "no answer from " + count_text(verdict.silent_ranks.size(), "rank") + ": " +
-                short_list(verdict.silent_ranks) +
-                ": an error in their logs comes before everything here");
+            "no answer from " + silent_text(verdict) +
+                ": read the log there first; an error in it comes before everything here");
   }
   add_row(narrative.rows, "kill", kill_of(verdict));
   const bool is_look_first = is_to_look_first(verdict);

@@ -31,8 +31,10 @@ std::string weights_text(const Verdict& verdict) {
     return "weights changed by the bad step";
   }
   if (job.are_weights_finite == true) {
-    return verdict.iteration > 1 ? "weights finite, as after " + step_text(verdict.iteration - 1)
-                                 : "weights finite, as before the first step";
+    const bool is_damaged = course_of(verdict) == Course::goes_on_damaged;
+    return std::string(is_damaged ? "they were finite as " : "weights finite, as ") +
+           (verdict.iteration > 1 ? "after " + step_text(verdict.iteration - 1)
+                                  : "before the first step");
   }
   return "whether all weights are finite is not known";
 }
@@ -97,11 +99,14 @@ std::string check_command(const std::string& path) {
   return "nanlocator check-checkpoint " + shell_word(path);
 }
 
-/// Memory that nobody wrote is finite in most steps.
+/// Memory that nobody wrote, or that is read too early, holds finite values in most steps.
 std::string garbage_text(const Verdict& verdict) {
   const Origin* const origin = deciding_origin(verdict);
-  return origin != nullptr && origin->cause == Cause::uninitialised_memory
-             ? "; steps before may have trained on finite garbage of that memory"
+  const bool is_garbage = origin != nullptr && (origin->cause == Cause::uninitialised_memory ||
+                                                origin->cause == Cause::race);
+  return is_garbage
+             ? "; finite is all that can be checked: earlier steps may have trained on wrong "
+               "finite values of that memory"
              : "";
 }
 
@@ -113,8 +118,8 @@ std::string loaded_text(const Verdict& verdict) {
   const std::string all =
       folder.empty() ? check_command("FOLDER") : check_command(folder) + " --all";
   if (may_be_of_large_weights(verdict)) {
-    return "LOAD the newest from before the weights grew, finite is not enough; this shows their "
-           "sizes: " +
+    return "LOAD the newest whose largest weight is like that of those before it (finite is not "
+           "enough); this shows them all: " +
            all;
   }
   if (decision.is_to_check) {
@@ -370,11 +375,23 @@ std::string checkpoint_of(const Verdict& verdict) {
   return text;
 }
 
+/// ": sample 3 of microbatch 1 on rank 2" of that batch; "" where the data were no batch.
+static std::string sample_text(const Verdict& verdict) {
+  const Origin* const origin = deciding_origin(verdict);
+  if (origin == nullptr || origin->cause != Cause::bad_input || !origin->tensor) return "";
+  const OriginTensor& tensor = *origin->tensor;
+  if (tensor.shape.size() < 2 || tensor.first_bad_index.empty()) return "";
+  const std::string microbatch =
+      origin->microbatch ? " of microbatch " + std::to_string(*origin->microbatch) : "";
+  return ", first bad in sample " + std::to_string(tensor.first_bad_index.front()) + " of " +
+         std::to_string(tensor.shape.front()) + microbatch + on_ranks(verdict, *origin) + ",";
+}
+
 void add_skip(const Verdict& verdict, Rows& rows) {
   if (verdict.decision.kind != DecisionKind::skip_batch) return;
   add_row(
       rows, "skip",
-      "the batch of " + step_text(verdict.iteration) +
+      "the batch of " + step_text(verdict.iteration) + sample_text(verdict) +
           " by the loader's own means (its sampler's state, a list of steps to leave out); where "
           "there are none: leave it down, page the " +
           person_of(verdict.decision.ticket));

@@ -174,7 +174,8 @@ std::optional<RunDescription> read_description(const fs::path& folder,
 /// the same step in verdicts/.
 class RecordedVerdicts {
  public:
-  RecordedVerdicts(const fs::path& folder, std::vector<std::string>& notes) : notes_(notes) {
+  RecordedVerdicts(const fs::path& folder, std::vector<std::string>& notes)
+      : folder_(folder), notes_(notes) {
     files_ = numbered_entries(folder / kVerdictsFolder, "step", ".json");
     if (const fs::path latest = folder / kVerdictFile; is_there(latest)) {
       latest_ = read(latest, kVerdictFile);
@@ -201,6 +202,18 @@ class RecordedVerdicts {
     return std::nullopt;
   }
 
+  /// Of a step that no verdict of all ranks is about: from one of a rank that concluded alone.
+  [[nodiscard]] std::optional<Launch> launch_of_rank(std::int64_t step,
+                                                     const std::string& run_id) const {
+    for (const auto& [rank, path] : numbered_entries(folder_, "verdict_rank", ".json")) {
+      auto verdict = read(path, path.filename().string());
+      if (verdict && verdict->iteration == step && verdict->run_id == run_id) {
+        return std::move(verdict->launch);
+      }
+    }
+    return std::nullopt;
+  }
+
  private:
   std::optional<Verdict> read(const fs::path& path, const std::string& name) const {
     try {
@@ -211,6 +224,7 @@ class RecordedVerdicts {
     }
   }
 
+  fs::path folder_;
   std::map<std::int64_t, fs::path> files_;
   std::optional<Verdict> latest_;
   std::vector<std::string>& notes_;
@@ -363,7 +377,8 @@ class RunReader {
                         " can be read");
     }
     report_.verdict = std::move(verdict);
-    if (recorded) report_.verdict.launch = recorded->launch;
+    report_.verdict.launch =
+        recorded ? recorded->launch : recorded_->launch_of_rank(step, report_.verdict.run_id);
     report_.verdict.decision = decide(report_.verdict, earlier_verdicts(folder_));
     if (!recorded) return;
     merged.ledgers = {};

@@ -1,3 +1,4 @@
+#include "files/printable.hpp"
 #include "step/gradient_locator_impl.hpp"
 
 #include <algorithm>
@@ -490,6 +491,16 @@ void GradientLocator::Impl::write_last_words() noexcept {
                                          " before the ranks could agree on this step."});
     verdict.status = VerdictStatus::partial;
     files->write(verdict, VerdictScope::alone, kTerminated);
+    // One line per host, and of each rank that may have made it itself.
+    const bool may_be_its_own = std::ranges::any_of(ledger->sightings, [](const Sighting& each) {
+      return each.phase != Phase::grad_reduced && each.phase != Phase::grad_norm;
+    });
+    if (map.coordinates().local_rank > 0 && !may_be_its_own) return;
+    std::cerr << "nanlocator: SIGTERM ended rank " + std::to_string(rank()) + " in step " +
+                     std::to_string(iteration) +
+                     ", which was not finite: NaN or Inf. What all ranks left: nanlocator report " +
+                     shell_word(directory.string()) + "\n"
+              << std::flush;
   } catch (...) {
     // The process ends; its ledger may be on disk.
   }

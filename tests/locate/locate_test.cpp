@@ -673,6 +673,30 @@ TEST(Locate, ASilentGuiltyRankStaysAmongTheCandidates) {
   for (const Origin& origin : verdict.origins) EXPECT_NE(origin.place_confidence, Confidence::high);
 }
 
+/// Ranks of two hosts, four each, of which rank 3 is silent.
+Verdict verdict_without_rank_3(int ranks_in_a_row) {
+  std::vector<Ledger> ledgers = TrainingStep(megatron_layout(), {.layer = 1}).ledgers();
+  for (Ledger& each : ledgers) {
+    const int rank = each.coordinates.rank;
+    const bool is_cyclic = ranks_in_a_row == 1;
+    each.coordinates.host = (is_cyclic ? rank % 2 : rank / 4) == 0 ? "a17" : "a18";
+    each.coordinates.local_rank = is_cyclic ? rank / 2 : rank % 4;
+  }
+  std::erase_if(ledgers, [](const Ledger& each) { return each.coordinates.rank == 3; });
+  return locate(ledgers, 8);
+}
+
+TEST(Locate, ASilentRankIsOnTheHostOfItsBlock) {
+  const Verdict verdict = verdict_without_rank_3(4);
+  const RankCoordinates* const silent = find_mentioned(verdict, 3);
+  ASSERT_NE(silent, nullptr);
+  EXPECT_EQ(silent->host, "a17");
+}
+
+TEST(Locate, ASilentRankHasNoHostIfRanksAreNotNumberedHostByHost) {
+  EXPECT_EQ(find_mentioned(verdict_without_rank_3(1), 3), nullptr);
+}
+
 TEST(Locate, ACutOffLedgerProvesNothingClean) {
   TrainingStep step(megatron_layout(), {.point = Point::region_gradient, .layer = 1});
   std::vector<Ledger> ledgers = step.ledgers();

@@ -6,6 +6,7 @@ NANLOCATOR_TEST_REPETITIONS (default 1): number of tries of each moment.
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -241,6 +242,7 @@ def one_rank_is_terminated(rank, world_size, is_in_rerun, has_handler):
 
     if rank == 1:
         excuse(0, 1)
+        os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT), 2)
         Path("process").write_text(str(os.getpid()))
     dist.barrier()
     optimizer.step(closure)
@@ -249,6 +251,8 @@ def one_rank_is_terminated(rank, world_size, is_in_rerun, has_handler):
 @pytest.mark.parametrize("is_in_rerun", [False, True], ids=["agreement", "rerun"])
 def test_a_rank_that_sigterm_ends_leaves_its_ledger_and_a_partial_verdict(is_in_rerun):
     results = run_ranks(2, one_rank_is_terminated, is_in_rerun, False)
+    line = r"nanlocator: SIGTERM ended rank 1 in step 1, .* nanlocator report \S*run/a0\n"
+    assert re.search(line, Path("stderr").read_text())
     assert results[1] is None
     verdict = json.loads(Path("run/a0/verdict_rank1.json").read_text())
     assert verdict["status"] == "partial"

@@ -161,7 +161,7 @@ ELSEWHERE = {
     # Advice, examples.
     "src/report/cause_text.cpp": ["check_params"],
     "src/report/orders.cpp": ["level"],
-    "src/recorder/step_recorder.cpp": ["recorded_bytes"],
+    "src/recorder/step_recorder_operators.cpp": ["recorded_bytes"],
     "integrations/nanlocator/__main__.py": ["on_bad"],
     "integrations/nanlocator/megatron/launcher.py": ["on_bad", "output_dir"],
     # It has its own folder, and one rank must not stop alone.

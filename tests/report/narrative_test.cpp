@@ -153,6 +153,51 @@ TEST(Narrative, AJobOnBadWeightsIsKilled) {
               Contains(Pair("kill", HasSubstr("SIGKILL to every process of job 88213"))));
 }
 
+TEST(Narrative, ASilentRankIsNamedWithItsHost) {
+  Verdict verdict = division_by_zero();
+  verdict.silent_ranks = {11};
+  verdict.layout->mentioned.push_back(place_of_rank(11));
+  const Narrative told = narrative_of(verdict);
+  EXPECT_EQ(told.action,
+            "LEAVE IT DOWN, PAGE THE MODEL AUTHOR; FIRST READ THE LOG OF RANK 11 ON a18");
+  EXPECT_THAT(told.rows,
+              Contains(Pair("silent", HasSubstr("no answer from rank 11 = a18:GPU3: read"))));
+}
+
+Verdict bad_sample() {
+  Verdict verdict = division_by_zero();
+  Origin& origin = verdict.origins.front();
+  origin.cause = Cause::bad_input;
+  origin.detail = Detail::none;
+  origin.tensor->shape = {8, 3, 32, 32};
+  origin.tensor->first_bad_index = {6, 2, 4, 4};
+  origin.facts = {};
+  complete(origin);
+  verdict.decision = decide(verdict);
+  return verdict;
+}
+
+TEST(Narrative, ABatchIsSkippedAndItsSampleIsNamed) {
+  const Narrative told = narrative_of(bad_sample());
+  EXPECT_EQ(told.action, "RESTART, SKIPPING THIS BATCH");
+  EXPECT_THAT(told.rows,
+              Contains(Pair("skip", HasSubstr("the batch of step 2, first bad in sample 6 "
+                                              "of 8 of microbatch 1 on rank 3 = "
+                                              "a17:GPU3, by the loader's own means"))));
+}
+
+/// The weights are bad by now, and the same batch would make them bad again.
+TEST(Narrative, ABatchIsSkippedAfterAKill) {
+  Verdict verdict = bad_sample();
+  verdict.job.on_bad = "report";
+  verdict.decision = decide(verdict);
+  const Narrative told = narrative_of(verdict);
+  EXPECT_EQ(told.action, "KILL IT NOW, THEN RESTART, SKIPPING THIS BATCH");
+  EXPECT_EQ(told.load, "iter_0000001");
+  EXPECT_THAT(told.rows, Contains(Key("skip")));
+  EXPECT_THAT(told.rows, Contains(Pair("state", HasSubstr("they were finite as after step 1"))));
+}
+
 /// A collective that returned NaN to rank 3 for finite inputs.
 Verdict bad_collective() {
   Verdict verdict = division_by_zero();

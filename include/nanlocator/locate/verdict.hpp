@@ -155,7 +155,8 @@ inline constexpr std::size_t kMostCheckpoints = 16;
 struct JobLayout {
   RankCoordinates first_rank;  // the lowest rank that answered: sizes of the axes, host
   int ranks_per_host = 1;
-  /// The ranks that origins and their facts name, ascending; the first kMostMentioned.
+  /// The ranks that origins and their facts name, ascending; the first kMostMentioned. Of silent
+  /// ranks only number and host are known, if at all.
   std::vector<RankCoordinates> mentioned;
 };
 
