@@ -169,6 +169,7 @@ class PythonPass final : public StepPass {
   std::vector<std::string> changed_data() override {
     return pass_.call<std::vector<std::string>>("changed_data");
   }
+  bool leaves_out_reduction() override { return pass_.call<bool>("leaves_out_reduction"); }
   std::optional<std::string> obstacle() override {
     return pass_.call<std::optional<std::string>>("obstacle");
   }

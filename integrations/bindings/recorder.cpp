@@ -92,6 +92,7 @@ void bind_recorder(py::module_& m) {
       .def("set_parameters", &StepRecorder::set_parameters, "parameters"_a)
       .def("state_of_gradients", &StepRecorder::state_of_gradients)
       .def("changed_gradients", &StepRecorder::changed_gradients)
+      .def("has_reduced_gradients", &StepRecorder::has_reduced_gradients)
       .def("note_weights", &StepRecorder::note_weights)
       .def("changed_weights", &StepRecorder::changed_weights)
       .def("close", &StepRecorder::close)

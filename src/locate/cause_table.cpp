@@ -411,6 +411,9 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   if (origin.cause == Cause::not_reproduced && has<FactKind::weights_gathered_unseen>(origin)) {
     left.push_back(Suspect::gather);
   }
+  if (origin.cause == Cause::not_reproduced && has<FactKind::reduction_not_repeated>(origin)) {
+    left.insert(left.end(), {Suspect::link, Suspect::collective});
+  }
   if (origin.cause == Cause::race && is_of_timing(origin)) left.clear();
   if (is_bad_again(origin)) drop(Suspect::link, Suspect::memory);
   if (varies_alone(origin)) {

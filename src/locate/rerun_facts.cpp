@@ -35,10 +35,12 @@ Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
   std::int64_t gradients = 0;
   std::int64_t changed = 0;
   std::optional<bool> control;
+  bool is_without_reduction = false;
   for (const RankEvidence& rank : incident.ranks()) {
     const auto& rerun = rank.ledger().rerun;
     if (!rerun) continue;
     gradients += rerun->gradients;
+    is_without_reduction = is_without_reduction || rerun->without_reduction;
     changed += rerun->changed;
     if (rerun->control_reproduced) control = control.value_or(false) || *rerun->control_reproduced;
   }
@@ -70,6 +72,9 @@ Facts facts_of_rerun(const Incident& incident, const RerunOutcome& outcome) {
     }
     facts.push_back({.kind = is_bad ? FactKind::variant_bad : FactKind::variant_finite,
                      .variant = std::string(name_of(variant))});
+  }
+  if (is_without_reduction && outcome.reproduced == false) {
+    facts.push_back({.kind = FactKind::reduction_not_repeated});
   }
   if (!outcome.not_restored.empty()) {
     facts.push_back({.kind = FactKind::not_restored, .names = outcome.not_restored});

@@ -85,6 +85,7 @@ constexpr auto json_fields(const Rerun*) {
                     JsonField("gradients", &R::gradients), JsonField("changed", &R::changed),
                     JsonField("bad_parameters", &R::bad_parameters),
                     JsonField("not_restored", &R::not_restored),
+                    JsonAdded(JsonField("without_reduction", &R::without_reduction)),
                     JsonAdded(JsonField("variants", &R::variants)),
                     JsonAdded(JsonField("unordered", &R::unordered)),
                     JsonAdded(JsonField("concurrent", &R::concurrent)));

@@ -132,6 +132,7 @@ void StepRecorder::Impl::clear() {
   unrepeated.clear();
   arriving.clear();
   exchanges.clear();
+  has_reduced_gradients = false;
   kept_bytes = copied_on_host = copied_on_device = 0;
   without_gradient = 0;
 }
@@ -212,6 +213,10 @@ std::vector<at::Tensor> StepRecorder::changed_gradients() const {
   return impl_->parameters.changed_gradients();
 }
 
+bool StepRecorder::has_reduced_gradients() const noexcept {
+  return impl_->has_reduced_gradients;
+}
+
 void StepRecorder::pause() noexcept {
   if (impl_->paused++ > 0) return;
   at::removeCallback(impl_->callback);
@@ -240,6 +245,7 @@ void StepRecorder::begin_step() {
   impl.forget_events_of_step();
   impl.arriving.clear();
   impl.exchanges.clear();
+  impl.has_reduced_gradients = false;
   impl.unrepeated.begin_step();
   impl.memory.clear();
   impl.functions.clear();

@@ -37,10 +37,11 @@ void StepRecorder::Impl::finish_exchange(const at::RecordFunction& call, Context
     for_each_tensor_within(context.arguments.front(),
                            [&](const at::Tensor& tensor) { written.push_back(tensor); });
   }
-  const bool is_of_gradients = std::ranges::any_of(written, [&](const at::Tensor& tensor) {
-    return tensor.requires_grad() || parameters.have_in_gradients(tensor);
-  });
-  if (written.empty() || is_of_gradients) return;
+  const bool is_in_gradients = std::ranges::any_of(
+      written, [&](const at::Tensor& tensor) { return parameters.have_in_gradients(tensor); });
+  has_reduced_gradients = has_reduced_gradients || is_in_gradients;
+  const bool is_of_weights = std::ranges::any_of(written, &at::Tensor::requires_grad);
+  if (written.empty() || is_in_gradients || is_of_weights) return;
   auto event = new_event();
   auto& data = event->data();
   data.info = &info;
@@ -69,7 +70,8 @@ void StepRecorder::Impl::finish_exchange(const at::RecordFunction& call, Context
       return input.gradient_of.defined();
     });
   });
-  if (sends_gradients) return;  // a loop that reduces them itself
+  has_reduced_gradients = has_reduced_gradients || sends_gradients;
+  if (sends_gradients) return;
   unrepeated.note(info, context.arguments, context.draws, written);
   for (const at::Tensor& tensor : written) {
     if (!has_memory(tensor)) continue;

@@ -105,6 +105,7 @@ struct StepRecorder::Impl {
   RecordedEvents exchanges;
   std::unordered_multimap<const c10::StorageImpl*, Arriving> arriving;
   std::vector<at::Tensor> read;  // by the program, before a backward
+  bool has_reduced_gradients = false;
   int backwards = 0;
   std::size_t without_gradient = 0;  // operators outside of autograd
   std::uint64_t kept_bytes = 0;

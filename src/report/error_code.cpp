@@ -56,6 +56,7 @@ std::string code_of_unknown(const Origin& origin) {
 std::string error_code_of(const Origin& origin) {
   switch (origin.cause) {
     case Cause::bad_weight:
+      if (has_fact(origin.facts, FactKind::update_undefined)) return "bad_update";
       return has_fact(origin.facts, FactKind::copies_clean) ? "weight_copy" : "bad_weight";
     case Cause::bad_buffer:
       if (origin.detail == Detail::made_earlier) return "made_earlier";

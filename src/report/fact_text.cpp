@@ -533,6 +533,9 @@ std::string plain_text(const Fact& fact) {
     case not_restored:
       return "not restored before the re-run: " + joined(fact.names) +
              "; that something came out otherwise in it is no evidence against a device";
+    case reduction_not_repeated:
+      return "the program itself had reduced gradients over ranks, which a re-run leaves out: that "
+             "it was gone does not clear that reduction";
     case transfer_bad_again:
       return "the transfer ran again in the re-run, from finite values, and came out bad again: "
              "software is likelier than a link or a device";

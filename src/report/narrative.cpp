@@ -395,7 +395,9 @@ std::string audience_of(const JobDecision& decision) {
 }
 
 std::string code_place_of(const Verdict& verdict, const Origin& origin) {
-  if (!origin.code) return "";
+  const bool is_of_update =
+      origin.cause == Cause::bad_weight && has_fact(origin.facts, FactKind::update_undefined);
+  if (!origin.code || is_of_update) return "";  // where it was read first says nothing
   const bool is_only_read = (was_there(origin) && origin.detail != Detail::made_earlier) ||
                             origin.cause == Cause::memory_corruption;
   std::string text = (is_only_read ? "first read at " : "") + code_place(*origin.code);
@@ -489,7 +491,7 @@ void add_details(const Verdict& verdict, const Origin& origin, std::string_view 
                  Narrative& narrative) {
   narrative.audience = audience_of(verdict.decision);
   narrative.place = code_place_of(verdict, origin);
-  if (origin.code && !origin.code->text.empty()) {
+  if (!narrative.place.empty() && !origin.code->text.empty()) {
     narrative.source = std::to_string(origin.code->line) + " |  " + origin.code->text;
     narrative.marker = marker_of(*origin.code);
   }

@@ -18,6 +18,9 @@ std::string in_capitals(std::string text) {
   return text;
 }
 
+/// Shows the errors of a host's GPUs.
+constexpr const char* kErrorCounters = "nvidia-smi -q -d ECC; dmesg -T | grep NVRM";
+
 std::string weights_text(const Verdict& verdict) {
   const JobState& job = verdict.job;
   if (job.are_weights_finite == false) return "weights bad before the step";
@@ -223,6 +226,8 @@ std::string severity_of(const Verdict& verdict) {
 
 bool is_to_look_first(const Verdict& verdict) {
   if (!verdict.decision.ranks.empty() && leaves_suspects_out(verdict.decision)) return false;
+  if (verdict.decision.is_to_check)
+    return false;  // the checkpoints decide, and are there to be read
   return std::ranges::any_of(ranks_to_look_at(verdict), [&](int rank) {
     const RankCoordinates* const known = find_mentioned(verdict, rank);
     return known != nullptr && is_gpu(*known);
@@ -414,8 +419,7 @@ static void add_counters(const Verdict& verdict, const std::vector<std::string>&
                                                 : ", from a checkpoint found finite";
   }
   add_row(rows, "check",
-          std::string(is_running ? "on " : "FIRST, on ") + joined(hosts) +
-              ": nvidia-smi -q -d ECC; dmesg -T | grep NVRM");
+          std::string(is_running ? "on " : "FIRST, on ") + joined(hosts) + ": " + kErrorCounters);
   add_row(rows, "if errors",
           "uncorrectable volatile counts above 0, or NVRM lines since the job began: " +
               std::string(is_running ? "end it at its next checkpoint, restart " : "restart ") +
@@ -433,6 +437,12 @@ void add_check(const Verdict& verdict, Rows& rows) {
   if (hosts.empty()) return add_again(verdict, rows);
   const bool is_suspected = !decision.ranks.empty();
   const std::string suspects = is_suspected ? suspects_text(verdict) : joined(hosts);
+  if (decision.is_to_check && !is_suspected) {
+    add_row(rows, "if finite",
+            "all of the checkpoint that had been loaded: it was damaged after that; look at " +
+                joined(hosts) + " (" + kErrorCounters + "), with errors restart without it");
+    return add_again(verdict, rows);
+  }
   if (!is_suspected || !leaves_suspects_out(decision)) {
     if (is_to_look_first(verdict)) add_counters(verdict, hosts, rows);
     if (decision.kind == DecisionKind::do_not_restart) return;

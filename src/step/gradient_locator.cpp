@@ -406,27 +406,55 @@ const Verdict& GradientLocator::conclude() {
   }
   ++impl.incidents;
   impl.state = State::scanning;
-  if (impl.options.on_bad != Policy::stop && impl.incidents > impl.options.max_incidents) {
-    impl.past_limit = Verdict{};
-    // The same on all ranks: they have agreed on the re-run's outcome, and `recover` depends on it.
-    if (impl.rerun) {
-      impl.past_limit.rerun.done = true;
-      impl.past_limit.rerun.reproduced = impl.rerun->reproduced;
+  if (std::exchange(impl.is_consequence, false)) {
+    const std::string note = "Weights hold NaN or Inf, as after step " +
+                             std::to_string(impl.bad_update.value_or(impl.iteration - 1)) +
+                             ", whose verdict tells why.";
+    if (impl.rank() == 0 && !std::exchange(impl.has_told_of_consequences, true)) {
+      std::cerr << "nanlocator: step " + std::to_string(impl.iteration) +
+                       " and those that follow are counted, not located. " + note + "\n"
+                << std::flush;
     }
-    impl.past_limit.run_id = impl.run.id;
-    impl.past_limit.iteration = impl.iteration;
-    impl.past_limit.status = VerdictStatus::partial;
-    impl.past_limit.notes.push_back(
+    return impl.count_finding(note);
+  }
+  if (impl.options.on_bad != Policy::stop && impl.incidents > impl.options.max_incidents) {
+    return impl.count_finding(
         "Finding " + std::to_string(impl.incidents) + " of this run: past max_incidents (" +
         std::to_string(impl.options.max_incidents) + ") findings are counted, not located.");
-    impl.remove_first_pass_file();
-    impl.forget_step_quietly();
-    impl.now_in(Activity::training);
-    return impl.past_limit;
   }
   impl.conclude_finding();
   impl.forget_step_quietly();
+  const bool is_damaged = course_of(impl.verdicts.back()) == Course::goes_on_damaged;
+  if (is_damaged && !impl.bad_update) {
+    impl.bad_update = impl.iteration;
+    impl.has_told_of_consequences = false;
+  }
   return impl.verdicts.back();
+}
+
+const Verdict& GradientLocator::Impl::count_finding(std::string note) {
+  counted = Verdict{};
+  // The same on all ranks: they have agreed on the re-run's outcome, and `recover` depends on it.
+  if (rerun) {
+    counted.rerun.done = true;
+    counted.rerun.reproduced = rerun->reproduced;
+  }
+  counted.run_id = run.id;
+  counted.iteration = iteration;
+  counted.status = VerdictStatus::partial;
+  counted.notes.push_back(std::move(note));
+  remove_first_pass_file();
+  forget_step_quietly();
+  now_in(Activity::training);
+  return counted;
+}
+
+bool GradientLocator::is_consequence() {
+  auto& impl = *impl_;
+  if (impl.options.on_bad != Policy::report || impl.incidents == 0) return false;
+  impl.is_consequence = is_true_anywhere(impl.bad_update && !bad_weights().empty());
+  if (!impl.is_consequence) impl.bad_update.reset();
+  return impl.is_consequence;
 }
 
 const Verdict* GradientLocator::conclude_alone(std::string reason, Failure failure) {

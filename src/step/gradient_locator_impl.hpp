@@ -113,8 +113,11 @@ struct GradientLocator::Impl {
   std::vector<KeptBundle> kept_bundles;  // of this step, not yet on disk
   std::vector<Verdict> verdicts;
   std::optional<LastWords> last_words;
-  Verdict past_limit;  // returned by conclude after max_incidents
+  Verdict counted;  // returned by conclude for a finding that is not located
   std::int64_t incidents = 0;
+  std::optional<std::int64_t> bad_update;  // a step whose update with bad gradients was applied
+  bool is_consequence = false;             // the current finding, of that update
+  bool has_told_of_consequences = false;
   std::int64_t dismissed = 0;
   std::map<std::int64_t, int> concluded;  // counts by iteration: a step may run again
   // Numbers of sightings and lost ranks at conclude_alone's report in this step.
@@ -172,6 +175,7 @@ struct GradientLocator::Impl {
                          const std::vector<UnwrittenBundle>& unwritten) const;
   void take_unwritten(const std::string& key) const;
   void conclude_finding();
+  const Verdict& count_finding(std::string note);
   void tell_program() const;
   [[noreturn]] void conclude_for_training(GradientLocator& locator, const std::string& why);
   Gathered gather_ledgers(const std::string& key);

@@ -457,6 +457,7 @@ bool run_experiments(RerunPasses& passes, RerunEvidence& evidence) {
   const TracedPass& explaining = evidence.explaining;
   Rerun& findings = evidence.findings;
   findings.not_restored = passes.not_restored;
+  findings.without_reduction = passes.step->leaves_out_reduction();
   findings.gradients = static_cast<std::int64_t>(explaining.pass.scanned.size());
   findings.bad_parameters = explaining.pass.bad_parameters;
   findings.unordered = explaining.unordered;

@@ -224,6 +224,10 @@ struct StepDriver::Impl {
     }
     collect_observations();
     bool is_clean_now = false;
+    if (are_gradients && locator.is_consequence()) {
+      report(&locator.conclude());
+      return decide(are_gradients, is_clean_now);
+    }
     if (can == CanRerun::no_pass && !has_had_pass && !framework->can_trace_later_steps()) {
       locator.set_no_rerun(why_not);
       locator.add_note("This step could not be executed again: " + why_not);

@@ -1,5 +1,6 @@
 """``nanlocator.watch``: unchanged loops, re-run bit for bit, and faults located in them."""
 
+import copy
 import gc
 import math
 import weakref
@@ -564,3 +565,23 @@ def test_a_chain_of_fifteen_thousand_operators_is_forgotten_one_by_one():
     del value
     optimizer.step()
     assert watch.verdicts == [] and watch._recorder._engine.size()[1] == 0
+
+
+@pytest.mark.host
+def test_steps_on_weights_that_a_bad_update_spoilt_are_counted_and_a_new_fault_is_located(capfd):
+    model = nn.Linear(4, 4)
+    good = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = nanlocator.watch(model, optimizer, on_bad="report")
+    for step in range(1, 9):
+        if step == 6:
+            model.load_state_dict(good)
+        divisor = torch.tensor(0.0 if step in (2, 7) else 1.0)
+        (model(torch.ones(2, 4)).sum() / divisor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    watch.remove()
+    located = [verdict["iteration"] for verdict in watch.verdicts if verdict["origins"]]
+    assert located == [2, 7] and len(watch.verdicts) == 6
+    told = [line for line in capfd.readouterr().err.splitlines() if "counted, not located" in line]
+    assert len(told) == 2 and "as after step 2," in told[0] and "as after step 7," in told[1]

@@ -2,6 +2,7 @@
 other ranks. They are no data: nobody who inspects the samples finds anything there."""
 
 import copy
+import ctypes
 import itertools
 from pathlib import Path
 
@@ -360,3 +361,25 @@ def test_a_fault_that_was_sent_once_accuses_no_collective(name):
         origin = the_origin(verdict)
         assert origin["cause"] in ("not_reproduced", "unknown")
         assert origin["cause"] == "unknown" or origin["candidates"] == [1]
+
+
+def train_with_an_own_reduction(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    numbers = itertools.count()
+
+    def reduce():
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        if next(numbers) == BAD_STEP and rank == 1:  # by none that dispatches an operator
+            ctypes.c_float.from_address(model.weight.grad.data_ptr()).value = float("inf")
+
+    return verdict_of_steps(model, lambda: model(torch.randn(8, 4)).sum(), corrupt=reduce, steps=BAD_STEP + 1)
+
+
+@pytest.mark.host
+def test_a_reduction_of_the_loop_itself_is_not_cleared_by_a_re_run_that_leaves_it_out():
+    for verdict in run_kept_ranks(2, train_with_an_own_reduction):
+        origin = the_origin(verdict)
+        assert origin["cause"] == "not_reproduced"
+        assert {"link", "collective", "memory"} <= set(origin["alternatives"])

@@ -74,6 +74,7 @@ namespace nanlocator::inline locate_room {
   FACT(gone_in_rerun)                                                         \
   FACT(happened_once)                                                         \
   FACT(not_restored)                                                          \
+  FACT(reduction_not_repeated)                                                \
   FACT(transfer_bad_again)                                                    \
   FACT(transfer_not_run_again)                                                \
   FACT(wrote_during_transfer)                                                 \

@@ -99,6 +99,7 @@ struct Rerun {
   std::vector<std::int64_t> bad_parameters;
   /// State that the first pass changed and that could not be restored.
   std::vector<std::string> not_restored;
+  bool without_reduction = false;          // see StepPass::leaves_out_reduction
   std::vector<VariantOutcome> variants;    // in execution order
   std::vector<UnorderedAccess> unordered;  // in the traced pass
   /// Other users of the step's memory that were seen while operators of the traced pass ran,

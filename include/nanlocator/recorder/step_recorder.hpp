@@ -101,6 +101,9 @@ class StepRecorder {
   /// Parameters whose gradients were made or written to since the last backward by something that
   /// was not recorded. Does not see writes off the dispatcher.
   [[nodiscard]] std::vector<at::Tensor> changed_gradients() const;
+  /// True if a collective of the program itself wrote to gradients in this step, or sent them. A
+  /// replay ends before it.
+  [[nodiscard]] bool has_reduced_gradients() const noexcept;
   /// Pauses and resumes; calls nest.
   void pause() noexcept;
   void resume();

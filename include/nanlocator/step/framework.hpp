@@ -155,6 +155,8 @@ class StepPass {
   virtual void clear_gradients() = 0;
   /// Sentences about data that the pass has written to, so that a re-run sees it changed.
   [[nodiscard]] virtual std::vector<std::string> changed_data() { return {}; }
+  /// True if the program reduced gradients by collectives of its own, which `run` leaves out.
+  [[nodiscard]] virtual bool leaves_out_reduction() { return false; }
   /// Why it cannot be executed again, a clause ("a tensor ... was overwritten"); "" if it can.
   /// Called if the pass is bad. nullopt, on all ranks alike: passes of this kind always can.
   [[nodiscard]] virtual std::optional<std::string> obstacle() { return std::nullopt; }

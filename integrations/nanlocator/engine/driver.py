@@ -188,6 +188,10 @@ class Pass:
         """Sentences about data that the pass has overwritten: a re-run sees the changed values."""
         return []
 
+    def leaves_out_reduction(self) -> bool:
+        """Whether the program reduced gradients by collectives of its own, which a re-run leaves out."""
+        return False
+
     def obstacle(self) -> str | None:
         """Why the pass cannot be executed again, as a clause. "": it can. None: it always can, on all ranks
         alike."""

@@ -362,6 +362,10 @@ class StepRecorder:
         self._follower.after_backward()
         return list(values)
 
+    @property
+    def has_reduced_gradients(self) -> bool:
+        return self._engine.has_reduced_gradients()
+
     def _assigned(self) -> dict[torch.Tensor, _C.RecordedValue]:
         """The gradients that the program has computed by operators and assigned."""
         return {
@@ -808,6 +812,9 @@ class RecordedPass(PlainPass):
 
     def changed_data(self) -> list[str]:
         return self._recorder.changed_data() + self._changed_gradients
+
+    def leaves_out_reduction(self) -> bool:
+        return self._recorder.has_reduced_gradients
 
 
 def _version_of(gradient: torch.Tensor) -> int:
