@@ -186,6 +186,24 @@ void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
   record.writer = writer;
 }
 
+void Lineage::note_bytes(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
+                         const std::shared_ptr<const Place>& place) {
+  StorageRecord& record = record_of(tensor);
+  const ByteRange range = range_of(tensor);
+  record.state = StorageState::bytes;
+  record.finite_range = {};
+  record.place = place;
+  if (!record.tags.empty()) drop_overwritten(record.tags, range);
+  note_write(record, {.range = range, .clock = clock, .writer = writer});
+  record.is_filled = false;
+  record.last_write = clock;
+  record.writer = writer;
+}
+
+void Lineage::forget(const at::Tensor& tensor) {
+  records_.erase(storage_of(tensor));
+}
+
 void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
                              const std::string* writer, const BirthIds& births, Content content) {
   StorageRecord& record = record_of(tensor);

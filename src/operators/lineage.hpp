@@ -50,6 +50,8 @@ struct Given {
     return std::ranges::any_of(
         inputs, [&](const auto& each) { return each._unsafe_get_target() == storage; });
   }
+  bool has_unread = false;  // bytes that may be NaN, as an operator or kernel wrote integers there
+
   void add(Content content, const BirthIds& births) {
     if (content == Content::nan) unite(with_nan, births);
     unite(with_any, births);
@@ -85,6 +87,7 @@ enum class StorageState : std::uint8_t {
   received,   // by a collective; not scanned yet
   earlier,    // by an operator that this pass does not repeat
   foreign,    // appeared as a gradient that no operator has written
+  bytes,      // by an operator on integers; what its bytes are as floating-point values is unknown
 };
 
 struct Tag {
@@ -138,6 +141,11 @@ class Lineage {
                    const std::shared_ptr<const Place>& place);
   void note_finite_write(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                          bool is_filler);
+  /// A write of integers, which may be viewed as floating-point values (a payload in float8).
+  void note_bytes(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
+                  const std::shared_ptr<const Place>& place);
+  /// What this memory holds is from elsewhere.
+  void forget(const at::Tensor& tensor);
   void note_bad_write(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                       const BirthIds& births, Content content);
   /// Marks the present content as bad without a write: a root that was found on reading.

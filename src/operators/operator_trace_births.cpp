@@ -565,7 +565,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
     root.last_seen = LastSeen::finite;
   } else if (state == StorageState::earlier) {
     root.kind = BirthKind::buffer;
-  } else if (state == StorageState::foreign && root.place) {
+  } else if ((state == StorageState::foreign || state == StorageState::bytes) && root.place) {
     born_inside(*root.place);
   } else if (!allocator.empty() && is_fresh_memory_nan()) {  // all of it, or the rest
     root.kind = BirthKind::unwritten;

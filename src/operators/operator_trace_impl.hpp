@@ -93,6 +93,7 @@ struct OperatorTrace::Impl {
                                                                  ThreadFrames& frames);
   void scan_before_write(Frame& frame, ThreadFrames& frames);
   void use_declared_module(const Frame& frame, ThreadFrames& frames);
+  void note_bytes(const std::vector<at::Tensor>& written, const Frame& frame, ThreadFrames& frames);
   [[nodiscard]] bool is_fresh_constant(const at::Tensor& values);
   void note_constant_of_device(const at::Tensor& values, const OperatorInfo& info);
   [[nodiscard]] bool inner_operators_wrote(const std::vector<TensorAt>& outputs,
@@ -103,6 +104,7 @@ struct OperatorTrace::Impl {
                     std::span<const KernelArgument> arguments, ThreadFrames& frames);
   /// Counts arguments that the call left unchanged as inputs; keeps the written ones.
   void settle_unclear(Frame& frame, ThreadFrames& frames);
+  void note_bytes_of_kernel(std::span<const KernelArgument> arguments, const Frame& frame);
   void finish_kernel(std::span<const KernelArgument> arguments, std::span<const at::Tensor> results,
                      ThreadFrames& frames);
   BirthId add_kernel_birth(const Frame& frame, std::span<const KernelArgument> arguments,

@@ -86,6 +86,24 @@ void OperatorTrace::Impl::settle_unclear(Frame& frame, ThreadFrames& frames) {
   });
 }
 
+/// A kernel quantises what it is given into bytes: births go with them.
+void OperatorTrace::Impl::note_bytes_of_kernel(std::span<const KernelArgument> arguments,
+                                               const Frame& frame) {
+  const std::string* const name = intern_name(frame.name);
+  const std::lock_guard lock(mutex);
+  for (const auto& [_, tensor] : arguments) {
+    if (!has_own_memory(tensor) || is_plainly_observable(tensor)) continue;
+    const StorageRecord* record = lineage.find(tensor);
+    if (record == nullptr || record->state != StorageState::allocated) continue;
+    const std::uint64_t now = clock.fetch_add(1) + 1;
+    if (frame.given->with_any.empty()) {
+      lineage.note_bytes(tensor, now, name, frame.kernel);
+    } else {
+      lineage.note_bad_write(tensor, now, name, frame.given->with_any, Content::finite);
+    }
+  }
+}
+
 void OperatorTrace::Impl::finish_kernel(std::span<const KernelArgument> arguments,
                                         std::span<const at::Tensor> results, ThreadFrames& frames) {
   Frame& frame = *frames.top();
@@ -94,6 +112,7 @@ void OperatorTrace::Impl::finish_kernel(std::span<const KernelArgument> argument
   wait_for_devices_of(outputs);
   scan_received(frame, frames);
   settle_unclear(frame, frames);
+  note_bytes_of_kernel(arguments, frame);
   std::vector<const KernelOutput*> made;
   Content worst = Content::finite;
   for (auto& output : outputs) {
@@ -137,7 +156,9 @@ BirthId OperatorTrace::Impl::add_kernel_birth(const Frame& frame,
   Root root = find_root(values, frames);
   const bool is_left_unwritten = root.kind == BirthKind::unwritten;
   const bool is_unwritten = is_left_unwritten || (frame.has_bad_unwritten && is_fresh_memory_nan());
-  root.kind = is_unwritten ? BirthKind::unwritten : BirthKind::kernel;
+  root.kind = is_unwritten              ? BirthKind::unwritten
+              : frame.given->has_unread ? BirthKind::opaque
+                                        : BirthKind::kernel;
   root.inside = *frame.kernel;
   const BirthId id = add_root(root, values, frames, frame.name);
   std::vector<Operand> operands;

@@ -184,7 +184,11 @@ void OperatorTrace::Impl::scan_what_is_sent(Frame& frame, ThreadFrames& frames) 
   const bool is_sum = is_reduction(*frame.info->collective);
   const bool has_output_first = frame.arguments.size() > 1 && holds_tensors(frame.arguments[1]);
   const auto add = [&](const at::Tensor& tensor, int) {
-    if (!is_plainly_observable(tensor)) return;
+    if (!is_plainly_observable(tensor)) {
+      if (!has_own_memory(tensor)) return;
+      const std::lock_guard lock(mutex);
+      return unite(frame.sent, lineage.births_in(tensor));
+    }
     if (is_sum) {
       const TensorStats stats = stats_of(tensor, options.threads);
       if (stats.has_finite()) frame.largest_sent = std::max(frame.largest_sent, stats.absmax);
@@ -306,14 +310,25 @@ static bool is_to_be_filled(const StorageRecord* record, const Place& frame) {
 /// it may overwrite them.
 void OperatorTrace::Impl::scan_given(c10::ArrayRef<const c10::IValue> inputs, const Place& place,
                                      Frame& frame, ThreadFrames& frames) {
-  std::vector<at::Tensor> given, unwritten;
+  std::vector<at::Tensor> given, unwritten, bytes;
   for (const auto& input : inputs) {
     for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
-      if (at::Tensor values = values_of(tensor); values.defined()) given.push_back(values);
+      if (at::Tensor values = values_of(tensor); values.defined()) {
+        given.push_back(values);
+      } else if (has_own_memory(tensor)) {
+        bytes.push_back(tensor);
+      }
     });
   }
   {
     const std::lock_guard lock(mutex);
+    for (const auto& tensor : bytes) {
+      if (const BirthIds moved = lineage.births_in(tensor); !moved.empty()) {
+        frame.given->add(Content::nan, moved);
+      }
+      const StorageRecord* record = lineage.find(tensor);
+      if (record != nullptr && record->state == StorageState::bytes) frame.given->has_unread = true;
+    }
     for (const auto& tensor : given) {
       frame.given->inputs.push_back(tensor.storage().getWeakStorageImpl());
       for (const auto* declared : declarations.find_all(tensor)) {
@@ -350,7 +365,7 @@ void OperatorTrace::Impl::scan_given(c10::ArrayRef<const c10::IValue> inputs, co
   const std::lock_guard lock(mutex);
   for (const auto& input : inputs) {
     for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
-      if (is_plainly_observable(tensor)) lineage.note_touch(tensor, touched_by);
+      if (has_own_memory(tensor)) lineage.note_touch(tensor, touched_by);
     });
   }
 }
@@ -511,8 +526,12 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
   if (info.collective) return note_received(call, frame, frames);
   if (info.is_view && !info.is_lift_fresh) return;
   thread_local std::vector<TensorAt> outputs;
+  thread_local std::vector<at::Tensor> bytes;  // outputs of integers
   struct LetGo {
-    ~LetGo() { outputs.clear(); }
+    ~LetGo() {
+      outputs.clear();
+      bytes.clear();
+    }
   } const let_go;
   const auto returned = last_values(call.outputs(), info.returns_alias.size());
   const auto add = [&](const c10::IValue& value, int index) {
@@ -521,6 +540,8 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
         outputs.push_back({tensor, index, element});
       } else if (at::Tensor values = values_of(tensor); values.defined()) {
         outputs.push_back({std::move(values), index, element});
+      } else if (has_own_memory(tensor)) {
+        bytes.push_back(tensor);
       }
     });
   };
@@ -534,6 +555,7 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
       if (info.arguments[i] != ArgumentUse::read) add(frame.arguments[i], static_cast<int>(i));
     }
   }
+  if (!bytes.empty()) note_bytes(std::exchange(bytes, {}), frame, frames);
   if (outputs.empty()) return;
   if (const Frame* collective = collective_around(frames)) {
     // A copy that the process group writes to later (ProcessGroupGloo::_reduce_scatter_base).
@@ -568,6 +590,39 @@ void OperatorTrace::Impl::finish_operation(const at::RecordFunction& call, Frame
   for (const auto& output : outputs) {
     lineage.note_finite_write(output.values, now, &info.full_name, info.is_filler);
     if (adds_to_it != nullptr) lineage.note_touch(output.values, adds_to_it);
+  }
+}
+
+/// Births follow values that are moved as bytes: a float8 payload that is viewed as uint8, copied
+/// or gathered, and viewed as float8 again.
+void OperatorTrace::Impl::note_bytes(const std::vector<at::Tensor>& written, const Frame& frame,
+                                     ThreadFrames& frames) {
+  const OperatorInfo& info = *frame.info;
+  const auto place = std::make_shared<Place>(current_place(frames));
+  place->frame = info.full_name;
+  const std::lock_guard lock(mutex);
+  BirthIds moved;
+  bool are_finite = info.moves_values, are_known = !info.moves_values;
+  for (std::size_t i = 0; frame.has_arguments && i < frame.arguments.size(); ++i) {
+    if (info.arguments[i] == ArgumentUse::overwritten) continue;
+    for_each_tensor_at(frame.arguments[i], [&](const at::Tensor& tensor, int) {
+      if (!has_own_memory(tensor) || is_plainly_observable(tensor)) return;
+      unite(moved, lineage.births_in(tensor));
+      are_finite = are_finite && lineage.was_written_finite(tensor);
+      are_known = are_known || lineage.find(tensor) != nullptr;
+    });
+  }
+  const std::uint64_t now = clock.fetch_add(1, std::memory_order_relaxed) + 1;
+  for (const at::Tensor& tensor : written) {
+    if (!moved.empty()) {
+      lineage.note_bad_write(tensor, now, &info.full_name, moved, Content::finite);
+    } else if (are_finite || info.is_filler) {
+      lineage.note_finite_write(tensor, now, &info.full_name, info.is_filler);
+    } else if (are_known) {
+      lineage.note_bytes(tensor, now, &info.full_name, place);
+    } else {
+      lineage.forget(tensor);
+    }
   }
 }
 
@@ -656,7 +711,7 @@ void OperatorTrace::Impl::note_allocation(const at::RecordFunction& call, Thread
   const std::lock_guard lock(mutex);
   for (const auto& value : returned) {
     for_each_tensor_at(value, [&](const at::Tensor& tensor, int) {
-      if (!is_plainly_observable(tensor)) return;
+      if (!has_own_memory(tensor)) return;
       if (!info.writes || lineage.find(tensor) == nullptr) {
         lineage.note_allocation(tensor, clock.load(std::memory_order_relaxed), &info.full_name,
                                 place);
@@ -688,7 +743,7 @@ void OperatorTrace::Impl::note_received(const at::RecordFunction& call, Frame& f
   const std::lock_guard lock(mutex);
   bool is_returned = false;
   const auto receive = [&](const at::Tensor& tensor) {
-    if (!is_plainly_observable(tensor)) return;
+    if (!has_own_memory(tensor)) return;
     is_returned = true;
     if (reader != nullptr) reader->received.push_back(tensor);
     lineage.note_received(tensor, clock.load(std::memory_order_relaxed), &info.full_name, place,

@@ -67,7 +67,9 @@ std::string in_place(const Origin& origin) {
   if (!origin.module.empty()) {
     const bool is_named = origin.direction != Direction::backward || !origin.forward_op.empty() ||
                           !origin.custom_function.empty();
-    return (is_named ? " in " : " in the backward of ") + origin.module;
+    const bool is_number = origin.module.find_first_not_of("0123456789.") == std::string::npos;
+    return (is_named ? " in " : " in the backward of ") + std::string(is_number ? "module " : "") +
+           origin.module;
   }
   switch (origin.phase) {
     case Phase::loss:
@@ -130,6 +132,15 @@ std::string what_of(const Verdict& verdict, const Origin* origin) {
               {"operation", operation_text(*origin)},
               {"in", in_place(*origin)},
               {"on", on_ranks(verdict, *origin)},
+              {"dtype", origin->tensor && !origin->tensor->dtype.empty()
+                            ? " of " + origin->tensor->dtype
+                            : ""},
+              {"before", origin->phase == Phase::params_after
+                             ? ""
+                             : " by " + step_text(origin->iteration - 1)},
+              {"left_out", has_fact(origin->facts, FactKind::reduction_not_repeated)
+                               ? ", which leaves out the program's own reduction of gradients"
+                               : ""},
               {"who", ranks_place_of(verdict, origin->candidates)},
               {"parameter", origin->parameter.empty() ? "a parameter" : origin->parameter},
               {"group", group_of(verdict, *origin)},
@@ -322,9 +333,8 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   std::string certainty = origin.cause_confidence == Confidence::high     ? ", proven"
                           : origin.cause_confidence == Confidence::medium ? ", likely"
                                                                           : ", open";
-  if (origin.alternatives == std::vector{Suspect::upstream}) {
-    label = "open: ";  // the mechanism is known
-  } else if (!origin.alternatives.empty() && certainty == ", proven") {
+  if (origin.alternatives == std::vector{Suspect::upstream}) label = "open: ";
+  if (!origin.alternatives.empty() && certainty == ", proven") {
     certainty = ", likely";
   }
   const bool is_of_transfer =
@@ -338,6 +348,9 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   std::vector<std::string> parts = tests_of(verdict, origin);
   if (!open.empty()) parts.push_back(label + open);
   const bool is_open = certainty != ", proven";
+  if (parts.empty() && origin.cause == Cause::bad_input) {
+    parts.emplace_back("it was there before any operator of the step read it");
+  }
   if (parts.empty() && is_open && !verdict.rerun.done) {
     const std::string& why = verdict.rerun.why_not;
     parts.push_back("not tested: the step was not executed again" +
@@ -358,6 +371,11 @@ std::string silent_text(const Verdict& verdict) {
   const auto hosts = hosts_of(verdict, ranks);
   return count_text(ranks.size(), "rank") + ": " + short_list(ranks) +
          (hosts.empty() ? "" : ", on " + joined(hosts));
+}
+
+std::string log_of(const Verdict& verdict) {
+  const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
+  return is_slurm ? " (StdErr in: scontrol show job " + verdict.launch->job_id + ")" : "";
 }
 
 std::string silent_in_headline(const Verdict& verdict) {
@@ -534,7 +552,9 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   narrative.restart = restart_word_of(verdict);
   narrative.hosts = hosts_text_of(verdict);
   narrative.load = load_of(verdict);
-  narrative.page = person_of(decision.page);
+  narrative.page = decision.kind == DecisionKind::skip_batch
+                       ? person_of(decision.ticket) + " if it cannot be left out"
+                       : person_of(decision.page);
   narrative.ticket = decision.ticket == Owner::nobody ? "none" : person_of(decision.ticket);
   if (!run_dir.empty() && decision.kind != DecisionKind::none_needed) {
     add_row(narrative.rows, "plan",
@@ -545,9 +565,10 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   if (origin != nullptr) add_row(narrative.rows, "cause", cause_of(verdict, *origin));
   add_row(narrative.rows, "state", state_of(verdict));
   if (!verdict.silent_ranks.empty()) {
-    add_row(narrative.rows, "silent",
-            "no answer from " + silent_text(verdict) +
-                ": read the log there first; an error in it comes before everything here");
+    add_row(
+        narrative.rows, "silent",
+        "no answer from " + silent_text(verdict) + ": its log comes first" + log_of(verdict) +
+            "; an error there ended the job: act on that one, without one do as this block says");
   }
   add_row(narrative.rows, "kill", kill_of(verdict));
   const bool is_look_first = is_to_look_first(verdict);

@@ -18,6 +18,8 @@ std::string in_capitals(std::string text) {
   return text;
 }
 
+constexpr const char* kNothingBadSaved = "no NaN or Inf can have been saved";
+
 /// Shows the errors of a host's GPUs.
 constexpr const char* kErrorCounters = "nvidia-smi -q -d ECC; dmesg -T | grep NVRM";
 
@@ -131,14 +133,21 @@ std::string loaded_text(const Verdict& verdict) {
   }
   if (file != nullptr) {
     const std::string path = joined_path(folder, file->name);
-    return "LOAD " + path + " (after " + step_text(file->step) + "), once " + check_command(path) +
-           " finds it finite, else the one before" + garbage_text(verdict);
+    const std::string load = "LOAD " + path + " (after " + step_text(file->step) + ")";
+    if (may_load_newest(verdict) && verdict.job.are_weights_finite == true) {
+      return load + ": " + kNothingBadSaved + garbage_text(verdict);
+    }
+    return load + ", once " + check_command(path) + " finds it finite, else the one before" +
+           garbage_text(verdict);
   }
   if (decision.newest_step && *decision.newest_step < 1) {
     return "LOAD what this run was started from: no step of it was finished";
   }
   if (may_load_newest(verdict)) {
-    return "LOAD the newest: no NaN or Inf can have been saved" + garbage_text(verdict);
+    const std::string newest = folder.empty()
+                                   ? "LOAD the newest: "
+                                   : "none is in " + folder + " yet; if one is elsewhere: ";
+    return newest + kNothingBadSaved + garbage_text(verdict);
   }
   return "LOAD the newest from before the update of step " + first_bad_step(verdict) +
          ", NEVER LOAD anything newer";
@@ -147,6 +156,8 @@ std::string loaded_text(const Verdict& verdict) {
 /// A re-run or a replay has shown it, or the values themselves do.
 bool is_known_to_fail_again(const Verdict& verdict) {
   const Origin* const origin = deciding_origin(verdict);
+  const bool is_likely = origin != nullptr && origin->cause_confidence != Confidence::high;
+  if (is_likely && !is_deterministic(*origin)) return false;
   return verdict.rerun.reproduced == true || (origin != nullptr && is_deterministic(*origin));
 }
 
@@ -358,8 +369,9 @@ std::string kill_of(const Verdict& verdict) {
   if (launch && launch->scheduler == "slurm") {
     // Without the command's name, which scanners of logs take for what has ended the job.
     return "SIGKILL to every process of job " + launch->job_id +
-           ", by the command that the plan prints (an ordinary end sends SIGTERM, at which it may "
-           "save)";
+           " (SIGTERM lets it save): nanlocator next prints the command first of all, and what to "
+           "do "
+           "with checkpoints written since";
   }
   return "SIGKILL to its processes (at SIGTERM it may save)";
 }
@@ -397,8 +409,8 @@ void add_skip(const Verdict& verdict, Rows& rows) {
   add_row(
       rows, "skip",
       "the batch of " + step_text(verdict.iteration) + sample_text(verdict) +
-          " by the loader's own means (its sampler's state, a list of steps to leave out); where "
-          "there are none: leave it down, page the " +
+          " by what the training code has for it (its sampler's state, a list of steps); if it has "
+          "nothing or you do not know it: leave it down, page the " +
           person_of(verdict.decision.ticket));
 }
 
@@ -423,7 +435,9 @@ static void add_counters(const Verdict& verdict, const std::vector<std::string>&
   add_row(rows, "if errors",
           "uncorrectable volatile counts above 0, or NVRM lines since the job began: " +
               std::string(is_running ? "end it at its next checkpoint, restart " : "restart ") +
-              without + "; ticket cluster on-call" + (is_down ? ", page nobody" : ""));
+              without +
+              (decision.ticket == Owner::cluster_operator ? "" : "; ticket cluster on-call") +
+              (is_down ? ", page nobody" : ""));
   add_row(rows, "if clean",
           is_running ? "let it run"
           : is_down  ? "leave it down, page the " + person_of(decision.page)
@@ -439,8 +453,11 @@ void add_check(const Verdict& verdict, Rows& rows) {
   const std::string suspects = is_suspected ? suspects_text(verdict) : joined(hosts);
   if (decision.is_to_check && !is_suspected) {
     add_row(rows, "if finite",
-            "all of the checkpoint that had been loaded: it was damaged after that; look at " +
-                joined(hosts) + " (" + kErrorCounters + "), with errors restart without it");
+            "the checkpoint that this run had loaded: it was damaged in memory, so before the "
+            "restart on " +
+                joined(hosts) + ": " + kErrorCounters + "; with errors restart without " +
+                (hosts.size() > 1 ? "the one that has them" : "it") +
+                " and ticket cluster on-call, without errors restart as before");
     return add_again(verdict, rows);
   }
   if (!is_suspected || !leaves_suspects_out(decision)) {
@@ -486,9 +503,10 @@ void add_trace(const Verdict& verdict, Rows& rows) {
               "; its steps take longer");
   add_row(rows, "if AGAIN",
           "it stops there, and its own block names the operator and whom to page");
-  add_row(rows, "if finite",
-          "beyond " + step_text(verdict.iteration) +
-              ": at the next checkpoint end it, take the variable out, restart from there");
+  add_row(
+      rows, "if finite",
+      "it passes " + step_text(verdict.iteration) +
+          ": let it write its next checkpoint, end it, take the variable out, restart from that");
 }
 
 }  // namespace nanlocator::inline report_room

@@ -449,10 +449,15 @@ const Verdict& GradientLocator::Impl::count_finding(std::string note) {
   return counted;
 }
 
-bool GradientLocator::is_consequence() {
+bool GradientLocator::has_bad_update() const noexcept {
+  return impl_->bad_update.has_value();
+}
+
+bool GradientLocator::is_consequence(bool are_weights_untouched) {
   auto& impl = *impl_;
   if (impl.options.on_bad != Policy::report || impl.incidents == 0) return false;
-  impl.is_consequence = is_true_anywhere(impl.bad_update && !bad_weights().empty());
+  const bool is_mine = impl.bad_update && are_weights_untouched && !bad_weights().empty();
+  impl.is_consequence = is_true_anywhere(is_mine);
   if (!impl.is_consequence) impl.bad_update.reset();
   return impl.is_consequence;
 }

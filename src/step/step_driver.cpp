@@ -57,6 +57,7 @@ struct StepDriver::Impl {
   GradientLocator locator;
   StepRerun rerun;
   Phase gradient_phase = Phase::grad_local;
+  std::optional<std::uint64_t> writes_after_bad_update;  // at the end of the latest step
   std::shared_ptr<ModuleWatch> modules;
   std::shared_ptr<BoundaryWatch> boundaries;
   bool is_closed = false;
@@ -192,6 +193,16 @@ struct StepDriver::Impl {
     return is_routine_overflow(scale);
   }
 
+  /// Differs after any write to a weight. Empty: no earlier update made weights bad.
+  [[nodiscard]] std::optional<std::uint64_t> writes_to_weights() {
+    if (!locator.has_bad_update()) return std::nullopt;
+    std::uint64_t writes = 0;
+    for (const auto& [name, tensor] : framework->parameters()) {
+      writes = writes * 31 + (tensor.is_inference() ? 0 : tensor._version());
+    }
+    return writes;
+  }
+
   struct Rerunnable {
     CanRerun can;
     std::string why_not;
@@ -224,7 +235,8 @@ struct StepDriver::Impl {
     }
     collect_observations();
     bool is_clean_now = false;
-    if (are_gradients && locator.is_consequence()) {
+    const bool are_untouched = writes_after_bad_update == writes_to_weights();
+    if (are_gradients && locator.is_consequence(are_untouched)) {
       report(&locator.conclude());
       return decide(are_gradients, is_clean_now);
     }
@@ -572,6 +584,7 @@ Decision StepDriver::end_step() {
   const bool scans_weights = impl.options().check_params && !impl.step.is_judged;
   const auto decision = scans_weights ? impl.scan_updated_weights() : impl.step.decision;
   if (decision == Decision::stop) return decision;
+  impl.writes_after_bad_update = impl.writes_to_weights();
   impl.end();
   ++impl.completed;
   return decision;

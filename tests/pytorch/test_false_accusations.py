@@ -47,6 +47,81 @@ def verdict_of(model, loss_of, steps=2, optimizer=None, **options):
     )
 
 
+# ---- float8 payloads that are moved as bytes ---------------------------------------------------------
+
+
+class LogIfBad(nn.Module):
+    is_bad = False
+
+    def forward(self, x):
+        return (-x.abs() - 1 if self.is_bad else x.abs() + 1).log()
+
+
+def in_place(payload):
+    return torch.empty_like(payload).copy_(payload)
+
+
+MOVED_BY = {
+    "cat": lambda payload: torch.cat([payload, payload])[: len(payload)],
+    "clone": torch.Tensor.clone,
+    "copy_": in_place,
+    "index_select": lambda payload: payload.index_select(0, torch.arange(len(payload))),
+    "bitwise_or": lambda payload: payload.bitwise_or(0),
+}
+
+
+class MovedAsBytes(nn.Module):
+    """As all-gathers and buffers of quantised tensors do."""
+
+    def __init__(self, move):
+        super().__init__()
+        self.move = move
+
+    def forward(self, x):
+        payload = x.detach().to(torch.float8_e4m3fn).view(torch.uint8)
+        moved = self.move(payload).view(torch.float8_e4m3fn).to(x.dtype)
+        return moved + (x.nan_to_num() - x.nan_to_num().detach())
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", MOVED_BY)
+def test_a_nan_that_is_moved_as_bytes_is_the_operators_that_made_it(name):
+    log = LogIfBad()
+    model = nn.Sequential(nn.Linear(4, 4), log, MovedAsBytes(MOVED_BY[name]), nn.Linear(4, 1))
+
+    def loss(step):
+        log.is_bad = step == 1
+        return model(torch.ones(2, 4)).square().mean()
+
+    origin = the_origin(verdict_of(model, loss))
+    assert (origin["operator"], origin["module"]) == ("aten::log", "1")
+
+
+class MadeOfBytes(nn.Module):
+    """Writes the code of float8's NaN, as a faulty packing of payloads would."""
+
+    is_bad = False
+
+    def forward(self, x):
+        payload = x.detach().to(torch.float8_e4m3fn).view(torch.uint8)
+        packed = payload.bitwise_or(0x7F if self.is_bad else 0)
+        return x + packed.view(torch.float8_e4m3fn).to(x.dtype)
+
+
+@pytest.mark.host
+def test_bytes_that_an_operator_on_integers_wrote_are_no_data_and_no_kept_tensor():
+    made = MadeOfBytes()
+    model = nn.Sequential(nn.Linear(4, 4), made, nn.Linear(4, 1))
+
+    def loss(step):
+        made.is_bad = step == 1
+        return model(torch.ones(2, 4)).square().mean()
+
+    origin = the_origin(verdict_of(model, loss))
+    assert (origin["cause"], origin["module"]) == ("unknown", "1")
+    assert origin["operator"].startswith("aten::bitwise_or")
+
+
 # ---- state that a re-run does not restore ------------------------------------------------------------
 
 

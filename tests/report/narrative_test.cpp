@@ -98,8 +98,8 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
                gives it again, in float64, too; every input was finite
   state:       stopped before the update of step 2; weights finite, as after step 1; a restart fails again
                until it is mended
-  checkpoint:  when it is mended, LOAD /ckpt/run17/iter_0000001 (after step 1), once nanlocator
-               check-checkpoint /ckpt/run17/iter_0000001 finds it finite, else the one before
+  checkpoint:  when it is mended, LOAD /ckpt/run17/iter_0000001 (after step 1): no NaN or Inf can have been
+               saved
   --- for the model author
   model/router.py:515 in gate, forward, microbatch 1 (rank 3 = a17:GPU3)
   515 |  return t / denominator
@@ -161,7 +161,7 @@ TEST(Narrative, ASilentRankIsNamedWithItsHost) {
   EXPECT_EQ(told.action,
             "LEAVE IT DOWN, PAGE THE MODEL AUTHOR; FIRST READ THE LOG OF RANK 11 ON a18");
   EXPECT_THAT(told.rows,
-              Contains(Pair("silent", HasSubstr("no answer from rank 11 = a18:GPU3: read"))));
+              Contains(Pair("silent", HasSubstr("no answer from rank 11 = a18:GPU3: its log"))));
 }
 
 Verdict bad_sample() {
@@ -183,7 +183,7 @@ TEST(Narrative, ABatchIsSkippedAndItsSampleIsNamed) {
   EXPECT_THAT(told.rows,
               Contains(Pair("skip", HasSubstr("the batch of step 2, first bad in sample 6 "
                                               "of 8 of microbatch 1 on rank 3 = "
-                                              "a17:GPU3, by the loader's own means"))));
+                                              "a17:GPU3, by what the training code has"))));
 }
 
 /// The weights are bad by now, and the same batch would make them bad again.

@@ -65,10 +65,12 @@ class GradientLocator {
   [[nodiscard]] const std::string& run_id() const noexcept;
   [[nodiscard]] std::int64_t iteration() const noexcept;                // of the latest step
   [[nodiscard]] const std::vector<Verdict>& verdicts() const noexcept;  // of all concluded findings
-  /// True if this finding comes of an earlier one under Policy::report: an update with bad
-  /// gradients was applied, and weights are bad since. Every rank calls it after the weights were
-  /// scanned and before `conclude`, which then only counts the finding. The same on all ranks.
-  [[nodiscard]] bool is_consequence();
+  /// True after a finding under Policy::report whose update made weights bad.
+  [[nodiscard]] bool has_bad_update() const noexcept;
+  /// True if this finding comes of that update: weights are bad, and untouched since. Every rank
+  /// calls it after the weights were scanned and before `conclude`, which then only counts the
+  /// finding. The same on all ranks.
+  [[nodiscard]] bool is_consequence(bool are_weights_untouched);
   [[nodiscard]] std::int64_t incidents() const noexcept;  // findings, also past max_incidents
   [[nodiscard]] std::int64_t dismissed() const noexcept;
 

@@ -270,6 +270,8 @@ def named_tensors(
 def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
+        if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            yield from _held_by(value, name)
     elif type(value) in (list, tuple):
         for i, item in enumerate(value):
             yield from _tensors_in(item, f"{name}[{i}]")
@@ -281,6 +283,16 @@ def _tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         found = _C.tensors_in(value)
         for i, tensor in enumerate(found):
             yield (name if isinstance(value, torch.Tensor) else f"{name}[{i}]"), tensor
+        if not found:
+            yield from _held_by(value, name)
+
+
+def _held_by(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the attributes of a quantised tensor hold: payload and scales (TransformerEngine's
+    Float8TensorStorage, torchao's wrappers)."""
+    for attribute, held in getattr(value, "__dict__", {}).items():
+        if isinstance(held, torch.Tensor):
+            yield f"{name}.{attribute}", held
 
 
 def _argument_names(entry: Entry) -> list[str]:
