@@ -408,6 +408,10 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
     return {Suspect::memory, Suspect::writer};
   }
   if (has_negative_moment(origin)) return {Suspect::memory, Suspect::checkpoint, Suspect::writer};
+  if (origin.cause == Cause::bad_buffer && !origin.parameter.empty() &&
+      origin.detail != Detail::made_earlier) {
+    return {Suspect::checkpoint, Suspect::writer};
+  }
   if (origin.cause == Cause::not_reproduced && has<FactKind::weights_gathered_unseen>(origin)) {
     left.push_back(Suspect::gather);
   }

@@ -283,6 +283,19 @@ bool is_deterministic(const Origin& origin) {
   }
 }
 
+std::optional<std::int64_t> deciding_step(const Verdict& verdict) {
+  const auto index = static_cast<std::size_t>(verdict.decision.origin.value_or(0));
+  if (index >= verdict.origins.size()) return std::nullopt;
+  const Fact* const left = find_fact(verdict.origins[index].facts, FactKind::gradients_left);
+  return left == nullptr ? std::nullopt : left->step;
+}
+
+void follow(const Verdict& deciding, Verdict& verdict) {
+  const auto origin = verdict.decision.origin;
+  verdict.decision = deciding.decision;
+  verdict.decision.origin = origin;
+}
+
 Course course_of(const Verdict& verdict) {
   const std::string& on_bad = verdict.job.on_bad;
   if (on_bad.empty() || verdict.status == VerdictStatus::clean) return Course::unknown;

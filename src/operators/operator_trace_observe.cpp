@@ -327,7 +327,10 @@ void OperatorTrace::Impl::scan_given(c10::ArrayRef<const c10::IValue> inputs, co
         frame.given->add(Content::nan, moved);
       }
       const StorageRecord* record = lineage.find(tensor);
-      if (record != nullptr && record->state == StorageState::bytes) frame.given->has_unread = true;
+      const bool may_be_payload = tensor.element_size() == 1 && tensor.scalar_type() != at::kBool;
+      if (may_be_payload && record != nullptr && record->state == StorageState::bytes) {
+        frame.given->has_unread = true;
+      }
     }
     for (const auto& tensor : given) {
       frame.given->inputs.push_back(tensor.storage().getWeakStorageImpl());

@@ -644,11 +644,13 @@ std::vector<std::string> steps_text(const Origin& origin) {
       if (origin.detail == Detail::made_earlier) {
         return {"print what this line is given, and correct it or that"};
       }
+      if (!origin.parameter.empty()) {
+        return {"check " + origin.parameter + " in the checkpoint that was loaded",
+                "if it is finite there, look at what computes it"};
+      }
       return {
-          "look at what computes " +
-          (origin.parameter.empty()
-               ? "this tensor: it was made before the step and kept (a cache, a closure, a global)"
-               : "the buffer " + origin.parameter)};
+          "look at what computes this tensor: it was made before the step and kept (a cache, a "
+          "closure, a global)"};
     case Action::inspect_samples:
       return {"inspect the samples of this batch" +
               std::string(origin.bundle.empty() ? "" : "; the tensor is in the bundle")};
@@ -831,6 +833,9 @@ std::vector<std::string> steps_text(const Origin& origin) {
       }
       if (const Fact* const made = find_fact(origin.facts, FactKind::update_undefined)) {
         if (made->op == "lr") return {"correct what sets the learning rate of this parameter"};
+        if (made->dtype != "float16" && made->dtype != "bfloat16") {
+          return {"give the optimizer an epsilon above 0 (Adam's default is 1e-8)"};
+        }
         return {"give the optimizer an epsilon that " + made->dtype +
                 " can hold (Adam's 1e-8 is 0 in float16, 1e-4 is not), or keep its state and the "
                 "weights that it updates in float32"};

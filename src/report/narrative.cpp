@@ -135,9 +135,10 @@ std::string what_of(const Verdict& verdict, const Origin* origin) {
               {"dtype", origin->tensor && !origin->tensor->dtype.empty()
                             ? " of " + origin->tensor->dtype
                             : ""},
-              {"before", origin->phase == Phase::params_after
-                             ? ""
-                             : " by " + step_text(origin->iteration - 1)},
+              {"when", origin->phase == Phase::params_after
+                           ? ""
+                           : " in " + step_text(origin->iteration - 1) +
+                                 (origin->iteration > 2 ? " or before" : "")},
               {"left_out", has_fact(origin->facts, FactKind::reduction_not_repeated)
                                ? ", which leaves out the program's own reduction of gradients"
                                : ""},
@@ -547,7 +548,8 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   narrative.event = event_of(verdict);
   narrative.action = action_text_of(verdict);
   if (!verdict.silent_ranks.empty() && course_of(verdict) == Course::stops) {
-    narrative.action += "; FIRST READ THE LOG OF " + silent_in_headline(verdict);
+    narrative.action =
+        "READ THE LOG OF " + silent_in_headline(verdict) + " FIRST, THEN " + narrative.action;
   }
   narrative.restart = restart_word_of(verdict);
   narrative.hosts = hosts_text_of(verdict);
@@ -556,6 +558,11 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
                        ? person_of(decision.ticket) + " if it cannot be left out"
                        : person_of(decision.page);
   narrative.ticket = decision.ticket == Owner::nobody ? "none" : person_of(decision.ticket);
+  if (const auto step = deciding_step(verdict)) {
+    add_row(narrative.rows, "decides",
+            "the block of " + step_text(*step) + ": nanlocator report " +
+                shell_word(std::string(run_dir)) + " --step " + std::to_string(*step));
+  }
   if (!run_dir.empty() && decision.kind != DecisionKind::none_needed) {
     add_row(narrative.rows, "plan",
             "nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string()) +
@@ -574,6 +581,7 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   const bool is_look_first = is_to_look_first(verdict);
   if (is_look_first) add_check(verdict, narrative.rows);
   add_row(narrative.rows, "checkpoint", checkpoint_of(verdict));
+  add_policy(verdict, narrative.rows);
   add_skip(verdict, narrative.rows);
   add_trace(verdict, narrative.rows);
   if (!is_look_first) add_check(verdict, narrative.rows);

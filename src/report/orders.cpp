@@ -128,8 +128,9 @@ std::string loaded_text(const Verdict& verdict) {
            all;
   }
   if (decision.is_to_check) {
-    return "LOAD the newest that this finds finite, weights and optimizer: " + all +
-           "; if none is: leave it down, page the model author";
+    const bool is_down = decision.kind == DecisionKind::do_not_restart;
+    return "LOAD the newest that this finds finite, every tensor of it: " + all +
+           (is_down ? "" : "; if none is: leave it down, page the model author");
   }
   if (file != nullptr) {
     const std::string path = joined_path(folder, file->name);
@@ -156,6 +157,7 @@ std::string loaded_text(const Verdict& verdict) {
 /// A re-run or a replay has shown it, or the values themselves do.
 bool is_known_to_fail_again(const Verdict& verdict) {
   const Origin* const origin = deciding_origin(verdict);
+  if (origin != nullptr && origin->alternatives == std::vector{Suspect::upstream}) return false;
   const bool is_likely = origin != nullptr && origin->cause_confidence != Confidence::high;
   if (is_likely && !is_deterministic(*origin)) return false;
   return verdict.rerun.reproduced == true || (origin != nullptr && is_deterministic(*origin));
@@ -269,7 +271,9 @@ std::string action_text_of(const Verdict& verdict) {
       if (decision.is_traced) return kill + "RESTART TRACED";
       const CheckpointFile* const file =
           decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
-      return kill + check_first_text(verdict, ", THEN ") + "RESTART FROM " +
+      const std::string without =
+          decision.ranks.empty() ? "" : "WITHOUT " + suspects_text(verdict) + " ";
+      return kill + check_first_text(verdict, ", THEN ") + "RESTART " + without + "FROM " +
              (may_be_of_large_weights(verdict) ? "A CHECKPOINT FROM BEFORE THE WEIGHTS GREW"
               : decision.is_to_check           ? "A CHECKPOINT THAT IS CHECKED FINITE"
               : file != nullptr                ? file->name
@@ -404,6 +408,12 @@ static std::string sample_text(const Verdict& verdict) {
          std::to_string(tensor.shape.front()) + microbatch + on_ranks(verdict, *origin) + ",";
 }
 
+void add_policy(const Verdict& verdict, Rows& rows) {
+  if (course_of(verdict) != Course::goes_on_damaged) return;
+  add_row(rows, "then",
+          "start it with NANLOCATOR_ON_BAD=stop, so that it stops if this comes again");
+}
+
 void add_skip(const Verdict& verdict, Rows& rows) {
   if (verdict.decision.kind != DecisionKind::skip_batch) return;
   add_row(
@@ -482,10 +492,17 @@ void add_check(const Verdict& verdict, Rows& rows) {
               (hosts.size() > 1 ? ", started on each" : "") +
               ", out of the job; the restart does not wait for it)");
   add_row(rows, "if FAIL", "what it names stays out until it is repaired");
+  if (decision.recurrence == Recurrence::same_device) {
+    add_row(rows, "if PASS", suspects + " stays out all the same: this was its second event");
+    return;
+  }
   add_row(rows, "if PASS",
           suspects +
               " may come back; a second event there takes it out; the same "
               "elsewhere: the code or a shared link");
+  add_row(rows, "if AGAIN",
+          "on other hosts: leave it down, page the " +
+              person_of(decision.page == Owner::framework ? decision.page : Owner::model_author));
 }
 
 void add_trace(const Verdict& verdict, Rows& rows) {

@@ -38,6 +38,8 @@ void add_trace(const Verdict& verdict, Rows& rows);
 /// What tells a machine from code, and what its outcomes mean.
 /// A look at the devices' counters decides on which hosts it is restarted.
 [[nodiscard]] bool is_to_look_first(const Verdict& verdict);
+/// A job that has trained on bad weights is to stop the next time.
+void add_policy(const Verdict& verdict, Rows& rows);
 /// How the batch is left out: a job knows its own way.
 void add_skip(const Verdict& verdict, Rows& rows);
 void add_check(const Verdict& verdict, Rows& rows);

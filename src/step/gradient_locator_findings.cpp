@@ -232,6 +232,10 @@ Verdict GradientLocator::Impl::judge(std::span<const Ledger> ledgers,
   }
   verdict.launch = read_launch(options.checkpoint_dir, run.attempt, iteration);
   verdict.decision = decide(verdict, earlier_verdicts(directory));
+  if (const auto step = deciding_step(verdict)) {
+    const auto deciding = std::ranges::find(verdicts, *step, &Verdict::iteration);
+    if (deciding != verdicts.end()) follow(*deciding, verdict);
+  }
   return verdict;
 }
 

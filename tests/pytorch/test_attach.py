@@ -109,7 +109,7 @@ def test_a_fault_in_an_unedited_script_is_located(script, how):
     assert "nanlocator: attached to SGD and Sequential (2 parameters); findings go to" in done.stderr
     said = " ".join(done.stderr.split())  # lines may be wrapped
     assert "step 3: LEAVE IT DOWN, PAGE THE MODEL AUTHOR" in said
-    assert "logarithm of zero: torch.log in 1 gave -Inf" in said
+    assert "logarithm of zero: torch.log in module 1 gave -Inf" in said
     assert f"train.py:8 in {as_code_says('Log.forward')}" in said
     assert len(done.stdout.split()) == 2
 

@@ -159,7 +159,7 @@ TEST(Narrative, ASilentRankIsNamedWithItsHost) {
   verdict.layout->mentioned.push_back(place_of_rank(11));
   const Narrative told = narrative_of(verdict);
   EXPECT_EQ(told.action,
-            "LEAVE IT DOWN, PAGE THE MODEL AUTHOR; FIRST READ THE LOG OF RANK 11 ON a18");
+            "READ THE LOG OF RANK 11 ON a18 FIRST, THEN LEAVE IT DOWN, PAGE THE MODEL AUTHOR");
   EXPECT_THAT(told.rows,
               Contains(Pair("silent", HasSubstr("no answer from rank 11 = a18:GPU3: its log"))));
 }
@@ -234,6 +234,28 @@ TEST(Narrative, SuspectedHostsAreNamedWithTheirGpusAndACheck) {
                                                "out of the job"))));
   EXPECT_THAT(told.rows, Contains(Key("if FAIL")));
   EXPECT_THAT(told.rows, Contains(Key("if PASS")));
+}
+
+TEST(Narrative, ADeviceWithASecondEventStaysOut) {
+  Verdict verdict = bad_collective();
+  verdict.decision.recurrence = Recurrence::same_device;
+  EXPECT_THAT(narrative_of(verdict).rows,
+              Contains(Pair("if PASS", HasSubstr("stays out all the same"))));
+}
+
+TEST(Narrative, GradientsThatWereLeftBehindSendTheReaderToTheirStep) {
+  Verdict verdict = division_by_zero();
+  Origin& origin = verdict.origins.front();
+  origin.cause = Cause::left_gradients;
+  origin.facts = {{.kind = FactKind::gradients_left, .step = 1}};
+  complete(origin);
+  verdict.decision = decide(verdict);
+  EXPECT_EQ(narrative_of(verdict).action, "RESTART ONCE AS IT IS");
+  follow(division_by_zero(), verdict);
+  const Narrative told = narrative_of(verdict, "/runs/a0");
+  EXPECT_EQ(told.action, "LEAVE IT DOWN, PAGE THE MODEL AUTHOR");
+  EXPECT_THAT(told.rows,
+              Contains(Pair("decides", HasSubstr("nanlocator report /runs/a0 --step 1"))));
 }
 
 TEST(Narrative, ACollectiveThatFailsAgainIsRatherTheCode) {
