@@ -1,8 +1,10 @@
 """Which tests run (--tenth), their order, and the device of this process: NANLOCATOR_TEST_DEVICE=cuda."""
 
 import os
+import tempfile
 import zlib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,11 @@ DEVICE = os.environ.get("NANLOCATOR_TEST_DEVICE", "cpu")
 
 if DEVICE != "cpu":
     torch.set_default_device(DEVICE)
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # Workers that compile the same code would replace a library that another one has mapped (SIGBUS).
+    folder = Path(tempfile.gettempdir(), f"torchinductor_tests_{os.getuid()}", worker)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -160,7 +160,7 @@ ELSEWHERE = {
     "src/step/run_directory.cpp": ["level"],
     # Advice, examples.
     "src/report/cause_text.cpp": ["check_params"],
-    "src/report/orders.cpp": ["level"],
+    "src/report/orders.cpp": ["level", "on_bad"],
     "src/recorder/step_recorder_operators.cpp": ["recorded_bytes"],
     "integrations/nanlocator/__main__.py": ["on_bad"],
     "integrations/nanlocator/megatron/launcher.py": ["on_bad", "output_dir"],
