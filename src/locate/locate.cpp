@@ -147,39 +147,35 @@ class Locator {
         layout.mentioned.push_back(evidence->coordinates());
       }
     }
+    const auto hosts = hosts_by_block(layout.ranks_per_host);
     for (const int rank : findings_.incident().silent()) {
+      const auto host = hosts.find(rank / layout.ranks_per_host);
+      if (host == hosts.end()) continue;
       if (layout.mentioned.size() >= kMostMentioned) break;
-      if (auto place = silent_place(rank, layout.ranks_per_host)) {
-        layout.mentioned.push_back(std::move(*place));
-      }
+      RankCoordinates place;
+      place.rank = rank;
+      place.local_rank = rank % layout.ranks_per_host;
+      place.host = host->second;
+      layout.mentioned.push_back(std::move(place));
     }
     std::ranges::sort(layout.mentioned, {}, &RankCoordinates::rank);
     verdict_.layout = std::move(layout);
   }
 
-  /// The host of a silent rank, if launchers number ranks host by host here: the ranks that
-  /// answered from the same block have one host, which no other block has.
-  std::optional<RankCoordinates> silent_place(int rank, int ranks_per_host) const {
-    const int first = rank / ranks_per_host * ranks_per_host;
-    std::string host;
-    for (const RankEvidence& other : findings_.incident().ranks()) {
-      const RankCoordinates& at = other.coordinates();
-      const bool is_of_block = at.rank >= first && at.rank < first + ranks_per_host;
-      if (at.host.empty() || (is_of_block && at.rank - at.local_rank != first)) return std::nullopt;
-      if (is_of_block && host.empty()) host = at.host;
-      if (is_of_block && at.host != host) return std::nullopt;
+  /// The host of each block of ranks from which one answered, if ranks are numbered host by host;
+  /// else empty.
+  std::map<int, std::string> hosts_by_block(int ranks_per_host) const {
+    std::map<int, std::string> hosts;
+    std::map<std::string, int> blocks;
+    for (const RankEvidence& rank : findings_.incident().ranks()) {
+      const RankCoordinates& at = rank.coordinates();
+      const int block = at.rank / ranks_per_host;
+      const bool is_in_order = !at.host.empty() && at.rank % ranks_per_host == at.local_rank &&
+                               hosts.try_emplace(block, at.host).first->second == at.host &&
+                               blocks.try_emplace(at.host, block).first->second == block;
+      if (!is_in_order) return {};
     }
-    for (const RankEvidence& other : findings_.incident().ranks()) {
-      const RankCoordinates& at = other.coordinates();
-      const bool is_of_block = at.rank >= first && at.rank < first + ranks_per_host;
-      if (!is_of_block && at.host == host) return std::nullopt;
-    }
-    if (host.empty()) return std::nullopt;
-    RankCoordinates place;
-    place.rank = rank;
-    place.local_rank = rank - first;
-    place.host = host;
-    return place;
+    return hosts;
   }
 
   std::set<int> mentioned_ranks() const {

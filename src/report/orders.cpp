@@ -190,6 +190,11 @@ std::string check_of_hosts(const std::vector<std::string>& hosts, int ranks_per_
   return netcheck_command(ranks_per_host, static_cast<int>(hosts.size()), hosts.front());
 }
 
+/// Whom a fault is for that came again on other hosts.
+std::string author_of_code(const JobDecision& decision) {
+  return person_of(decision.page == Owner::framework ? decision.page : Owner::model_author);
+}
+
 /// The second time, the decision is another one (locate/decision.hpp).
 void add_again(const Verdict& verdict, Rows& rows) {
   const JobDecision& decision = verdict.decision;
@@ -479,7 +484,7 @@ void add_check(const Verdict& verdict, Rows& rows) {
                 (decision.kind == DecisionKind::none_needed
                      ? "; on other hosts: page the "
                      : "; on other hosts: leave it down, page the ") +
-                person_of(decision.page == Owner::framework ? decision.page : Owner::model_author));
+                author_of_code(decision));
     return;
   }
   if (verdict.launch && verdict.launch->scheduler == "slurm") {
@@ -500,9 +505,7 @@ void add_check(const Verdict& verdict, Rows& rows) {
           suspects +
               " may come back; a second event there takes it out; the same "
               "elsewhere: the code or a shared link");
-  add_row(rows, "if AGAIN",
-          "on other hosts: leave it down, page the " +
-              person_of(decision.page == Owner::framework ? decision.page : Owner::model_author));
+  add_row(rows, "if AGAIN", "on other hosts: leave it down, page the " + author_of_code(decision));
 }
 
 void add_trace(const Verdict& verdict, Rows& rows) {

@@ -66,12 +66,12 @@ enum class Course : std::uint8_t { unknown, goes_on, goes_on_damaged, stops };
 
 /// True if the operation may give the same again with the same data, weights and random numbers,
 /// by the origin's evidence alone.
+[[nodiscard]] bool is_deterministic(const Origin& origin);
+
 /// The step whose verdict decides, if this one only sees what that step left behind.
 [[nodiscard]] std::optional<std::int64_t> deciding_step(const Verdict& verdict);
 /// Takes the decision of that step's verdict.
 void follow(const Verdict& deciding, Verdict& verdict);
-
-[[nodiscard]] bool is_deterministic(const Origin& origin);
 
 /// `earlier`: the last verdict of each earlier attempt of this run, in any order.
 [[nodiscard]] JobDecision decide(const Verdict& verdict, std::span<const Verdict> earlier = {});
