@@ -113,6 +113,12 @@ void bind_recorder(py::module_& m) {
           "note_received",
           [](StepRecorder& r, const std::vector<at::Tensor>& tensors) { r.note_received(tensors); },
           "tensors"_a)
+      .def(
+          "add_hook",
+          [](StepRecorder& r, py::object payload, const at::Tensor& tensor) {
+            r.add_hook(payload_of(std::move(payload)), tensor);
+          },
+          "payload"_a, "tensor"_a)
       .def("note_earlier_writes", &StepRecorder::note_earlier_writes, ReleaseGil())
       .def("steady", &StepRecorder::steady, "tensors"_a, ReleaseGil())
       .def(

@@ -3,8 +3,9 @@
     python -m nanlocator train.py ARGS...
     NANLOCATOR=1 torchrun --nproc-per-node 8 train.py ARGS...
 
-It notes optimizers when they are constructed. At the first call of a module that has their parameters, or at
-the first backward that reaches one of them, it watches them and the modules that hold those parameters. For
+It notes optimizers when they are constructed. At the first call of a module that has their parameters, the
+first backward that reaches one of them, or the end of their first update, it watches them and the modules
+that hold those parameters. For
 Megatron and DeepSpeed it installs their own integrations instead, and it does nothing if the script itself
 sets up ``LocatingOptimizer``, ``watch`` or the Trainer's callback.
 """
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanlocator import _C, deepspeed_scripts
 from nanlocator.calls.modules import class_name, named_by_class
@@ -94,18 +96,35 @@ class Attachment:
 
         def backward(original: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
             is_training = self._is_waiting and kwargs.get("accumulate_grad", False)
-            if is_training and not self._trained().isdisjoint(_leaves_of(roots)) and self._attach():
+            if (
+                is_training
+                and not _is_in_transform()
+                and not self._trained().isdisjoint(_leaves_of(roots))
+                and self._attach()
+            ):
                 point = points.RUN_BACKWARD  # the recorder has wrapped it now
                 return getattr(point.find_owner(), point.attribute)(roots, *args, **kwargs)
             return original(roots, *args, **kwargs)
 
+        def functional(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._is_waiting and torch.is_grad_enabled() and self._attach_to(module):
+                point = points.FUNCTIONAL_CALL  # the recorder has wrapped it now
+                return getattr(point.find_owner(), point.attribute)(module, *args, **kwargs)
+            return original(module, *args, **kwargs)
+
+        def updated(optimizer: Optimizer, *_: Any) -> None:
+            if self._is_waiting and optimizer in self._optimizers:
+                self._attach()
+
         self._waiting.wrap(points.MODULE_CALL, around)
+        self._waiting.wrap(points.FUNCTIONAL_CALL, functional)
+        self._waiting.on_removal(register_optimizer_step_post_hook(updated).remove)
         self._waiting.wrap(points.RUN_BACKWARD, backward)
         follow_steps(self._waiting, step)
 
     def _attach_to(self, module: nn.Module) -> bool:
         """Returns whether the module is watched from now on."""
-        if module in self._others:
+        if module in self._others or _is_in_transform():
             return False
         if self._trained().isdisjoint(held_parameters([module])):
             self._others.add(module)
@@ -160,6 +179,11 @@ class Attachment:
 
 def _say(text: str) -> None:
     print(f"nanlocator: {rank_prefix()}{text}", file=sys.stderr, flush=True)
+
+
+def _is_in_transform() -> bool:
+    """Whether a transform of torch.func runs. What is made inside it belongs to it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _leaves_of(roots: Any) -> Iterator[torch.Tensor]:

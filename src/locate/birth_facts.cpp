@@ -317,6 +317,7 @@ std::optional<Fact> history_of_memory(const Birth& birth) {
   const FactKind kind = birth.last_seen == LastSeen::finite       ? FactKind::finite_when_written
                         : birth.last_seen == LastSeen::allocated  ? FactKind::allocated_not_written
                         : birth.last_seen == LastSeen::first_pass ? FactKind::made_before_pass
+                        : birth.last_seen == LastSeen::rewritten  ? FactKind::written_again
                         : birth.kind == BirthKind::collective     ? FactKind::received_by
                         : !birth.inside.empty()                   ? FactKind::made_off_dispatcher
                                                                   : FactKind::made_before_pass;

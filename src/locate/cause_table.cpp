@@ -408,10 +408,10 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
     return {Suspect::memory, Suspect::writer};
   }
   if (has_negative_moment(origin)) return {Suspect::memory, Suspect::checkpoint, Suspect::writer};
-  if (origin.cause == Cause::bad_buffer && !origin.parameter.empty() &&
-      origin.detail != Detail::made_earlier) {
+  if (origin.cause == Cause::bad_buffer && origin.detail != Detail::made_earlier) {
     return {Suspect::checkpoint, Suspect::writer};
   }
+  if (origin.detail == Detail::rewritten) left.push_back(Suspect::race);
   if (origin.cause == Cause::not_reproduced && has<FactKind::weights_gathered_unseen>(origin)) {
     left.push_back(Suspect::gather);
   }
@@ -447,6 +447,7 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
   }
   if (origin.detail == Detail::custom_code) return Confidence::medium;
   if (origin.detail == Detail::made_earlier) return Confidence::medium;
+  if (origin.detail == Detail::rewritten) return Confidence::low;
   if (has<FactKind::update_undefined>(origin)) return Confidence::medium;
   if (origin.cause == Cause::race && is_of_timing(origin) &&
       (is_beside<Concurrent::transfer>(origin) || is_beside<Concurrent::thread>(origin) ||

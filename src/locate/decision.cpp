@@ -95,12 +95,14 @@ Proposal proposal_for_update(const Origin& origin) {
 Proposal proposal_for(const Origin& origin) {
   switch (origin.cause) {
     case Cause::bad_weight:
+    case Cause::bad_buffer:  // without a name, it may be a buffer of a module that is not watched
     case Cause::optimizer_state:
       return proposal_for_stored_value(origin);
-    case Cause::bad_buffer:
-      if (!origin.parameter.empty()) return proposal_for_stored_value(origin);
-      return {DecisionKind::restart_as_is, Owner::model_author};  // in no checkpoint: made anew
     case Cause::bad_input:
+      if (origin.detail == Detail::rewritten) {
+        return {DecisionKind::restart_as_is, Owner::model_author};
+      }
+      return {DecisionKind::skip_batch, Owner::data};
     case Cause::empty_loss_mask:
       return {DecisionKind::skip_batch, Owner::data};
     case Cause::loss_scale:
@@ -272,6 +274,7 @@ const RankCoordinates* find_mentioned(const Verdict& verdict, int rank) noexcept
 bool is_deterministic(const Origin& origin) {
   switch (origin.cause) {
     case Cause::bad_input:
+      return origin.detail != Detail::rewritten;
     case Cause::empty_loss_mask:
     case Cause::operator_undefined:
     case Cause::user_hook:

@@ -133,6 +133,9 @@ Detail detail_of(const Birth& birth) {
       birth.writer == birth.sighting.op) {
     return Detail::made_earlier;
   }
+  if (birth.kind == BirthKind::data && birth.last_seen == LastSeen::rewritten) {
+    return Detail::rewritten;
+  }
   if (!is_computed) return Detail::none;
   const Detail masked = birth.kind == BirthKind::nan_from_inf ? of_operator(birth) : Detail::none;
   if (birth.kind == BirthKind::nan_from_inf) {

@@ -24,9 +24,6 @@ Advice advice_on(const Origin& origin, const RerunOutcome& rerun,
                  std::optional<std::int64_t> weights_finite_after) {
   switch (origin.cause) {
     case Cause::bad_buffer:
-      // Without a name, a module keeps it: it is in no checkpoint, and a restart makes it anew.
-      if (origin.parameter.empty()) return {Restart::unknown};
-      return advice_on_stored_value(origin, weights_finite_after);
     case Cause::bad_weight:
     case Cause::optimizer_state:
       return advice_on_stored_value(origin, weights_finite_after);
@@ -51,6 +48,7 @@ Advice advice_on(const Origin& origin, const RerunOutcome& rerun,
     default:
       break;
   }
+  if (origin.detail == Detail::rewritten) return {Restart::unknown};  // as for a race
   if (origin.action == Action::find_weight_writer) {
     return {Restart::check_first};  // it may have been saved with such a weight
   }

@@ -75,6 +75,7 @@ struct Place {
   /// Of the frame, null without one. The trace's lock guards the pointee.
   std::shared_ptr<Given> given;
   bool is_of_first_pass = false;     // of a collective that this pass does not execute
+  bool is_rewritten = false;         // EarlierWrite::is_rewritten
   bool is_called_by_program = true;  // no engine between the program's code and the operator
   bool is_backward = false;
   bool is_recomputed = false;  // a forward that runs again inside backward

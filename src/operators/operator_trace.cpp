@@ -200,6 +200,7 @@ void note_earlier_write(const at::Tensor& tensor, const EarlierWrite& write) {
   place.caller = write.caller;
   place.group = write.group;
   place.is_of_first_pass = write.is_received;
+  place.is_rewritten = write.is_rewritten;
   const auto shared = std::make_shared<const Place>(std::move(place));
   const std::lock_guard lock(trace->mutex);
   if (!trace->declarations.find_all(tensor).empty()) return;

@@ -563,6 +563,9 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
   } else if (state == StorageState::written && was_finite) {
     root.kind = BirthKind::memory;
     root.last_seen = LastSeen::finite;
+  } else if (state == StorageState::earlier && root.place && root.place->is_rewritten) {
+    root.kind = BirthKind::data;
+    root.last_seen = LastSeen::rewritten;
   } else if (state == StorageState::earlier) {
     root.kind = BirthKind::buffer;
   } else if ((state == StorageState::foreign || state == StorageState::bytes) && root.place) {

@@ -3,9 +3,16 @@
 #include <algorithm>
 #include <iterator>
 
+#include "tensor/own_work.hpp"
 #include "tensor/steady_copy.hpp"
 
 namespace nanlocator::inline recorder_room {
+
+at::Tensor Region::of(const c10::Storage& storage) const {
+  const OwnWork own_work;
+  const auto options = at::TensorOptions().dtype(dtype).device(storage.device());
+  return at::empty({0}, options).set_(storage, offset, sizes, strides);
+}
 
 bool RecordedInput::is_overwritten() const {
   return kept.defined() && is_read && (version_of(kept) != version || !has_content(kept, sample));

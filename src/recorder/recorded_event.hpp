@@ -1,6 +1,7 @@
 // A recorded event, as the recorder and the replay of a step know it.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -35,6 +36,24 @@ using GeneratorStates = std::vector<std::pair<at::Generator, at::Tensor>>;
   return tensor.layout() == at::kStrided && tensor.has_storage() &&
          !tensor.key_set().has(c10::DispatchKey::Python);
 }
+
+/// Part of a storage.
+struct Region {
+  std::vector<std::int64_t> sizes, strides;
+  std::int64_t offset = 0;
+  at::ScalarType dtype{};
+
+  static Region of(const at::Tensor& tensor) {
+    return {tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(),
+            tensor.scalar_type()};
+  }
+  [[nodiscard]] at::Tensor of(const c10::Storage& storage) const;
+  /// Of the storage, up to its end.
+  [[nodiscard]] std::size_t bytes() const {
+    return at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(dtype),
+                                            static_cast<std::size_t>(offset));
+  }
+};
 
 /// Autocast of the devices that training runs on.
 struct Autocast {

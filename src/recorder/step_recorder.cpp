@@ -132,20 +132,28 @@ void StepRecorder::Impl::clear() {
   unrepeated.clear();
   arriving.clear();
   exchanges.clear();
+  hooks.clear();
   has_reduced_gradients = false;
   kept_bytes = copied_on_host = copied_on_device = 0;
   without_gradient = 0;
+}
+
+std::optional<EarlierWrite> StepRecorder::Impl::write_of(const RecordedEvent& event) const {
+  const RecordedEvent* maker = &event;
+  while (maker->data().info != nullptr && maker->data().info->moves_values) {
+    if (maker->data().inputs.empty()) return std::nullopt;  // data
+    maker = maker->data().inputs.front().event.get();
+  }
+  const RecordedEvent::Data& data = maker->data();
+  return EarlierWrite{data.info ? data.info->full_name : "nn.Module.__call__", data.caller};
 }
 
 void StepRecorder::Impl::forget_events_of_step() {
   std::erase_if(known, [&](const auto& entry) {
     const Known& made = entry.second;
     if (made.required_grad && !made.event->data().is_used && !made.tensor.expired()) return false;
-    const RecordedEvent::Data& data = made.event->data();
-    const bool is_made_anew = data.info == nullptr || !data.info->moves_values;
-    if (at::Tensor tensor(made.tensor.lock()); tensor.defined() && is_made_anew) {
-      unrepeated.note(tensor,
-                      {data.info ? data.info->full_name : "nn.Module.__call__", data.caller});
+    if (at::Tensor tensor(made.tensor.lock()); tensor.defined()) {
+      if (auto write = write_of(*made.event)) unrepeated.note(tensor, *std::move(write));
     }
     return true;
   });
@@ -155,7 +163,10 @@ at::Tensor StepRecorder::Impl::steady(const at::Tensor& tensor) {
   if (!tensor.defined() || !may_copy(tensor)) return tensor;
   (tensor.device().is_cpu() ? copied_on_host : copied_on_device) += steady_bytes(tensor);
   at::Tensor copy = steady_copy(tensor);
-  if (const EarlierWrite* write = unrepeated.of(tensor)) unrepeated.note(copy, *write);
+  if (const EarlierWrite* write = unrepeated.of(tensor))
+    unrepeated.note(copy, *write);
+  else
+    unrepeated.note_copy_of(tensor, copy);
   return copy;
 }
 
@@ -245,6 +256,7 @@ void StepRecorder::begin_step() {
   impl.forget_events_of_step();
   impl.arriving.clear();
   impl.exchanges.clear();
+  impl.hooks.clear();
   impl.has_reduced_gradients = false;
   impl.unrepeated.begin_step();
   impl.memory.clear();
@@ -317,6 +329,11 @@ void StepRecorder::add_backward(std::shared_ptr<void> payload, std::span<const a
   ++impl_->backwards;
 }
 
+void StepRecorder::add_hook(std::shared_ptr<void> payload, const at::Tensor& tensor) {
+  if (impl_->find(tensor) == nullptr) return;
+  impl_->hooks.push_back(add_call(std::move(payload), {&tensor, 1}, {}));
+}
+
 int StepRecorder::backwards() const noexcept {
   return impl_->backwards;
 }
@@ -330,6 +347,10 @@ RecordedEvents StepRecorder::needed() const {
     if (is_repeatable) roots.push_back(exchange);
   }
   auto events = reached_from(std::move(roots), &RecordedEvent::Data::needs);
+  for (const auto& hook : impl_->hooks) {
+    const RecordedValue& value = hook->data().inputs.front();
+    if (std::ranges::find(events, value.event) != events.end()) events.push_back(hook);
+  }
   std::ranges::sort(events, {}, [](const auto& event) { return event->data().number; });
   return events;
 }

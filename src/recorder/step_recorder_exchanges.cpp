@@ -14,13 +14,6 @@ static std::size_t sent_argument_of(const StepRecorder::Impl::Context& context) 
   return context.arguments[1].isTensor() || context.arguments[1].isList() ? 1 : 0;
 }
 
-at::Tensor StepRecorder::Impl::Region::of(const c10::Storage& storage,
-                                          const at::TensorOptions& like) const {
-  const OwnWork own_work;
-  return at::empty({0}, like.dtype(dtype).requires_grad(false))
-      .set_(storage, offset, sizes, strides);
-}
-
 void StepRecorder::Impl::start_exchange(Context& context) {
   if (sent_argument_of(context) != 0 || context.arguments.empty()) return;
   for_each_tensor_within(context.arguments.front(), [&](const at::Tensor& tensor) {
@@ -72,7 +65,7 @@ void StepRecorder::Impl::finish_exchange(const at::RecordFunction& call, Context
   });
   has_reduced_gradients = has_reduced_gradients || sends_gradients;
   if (sends_gradients) return;
-  unrepeated.note(info, context.arguments, context.draws, written);
+  note_unrepeated(context, written);
   for (const at::Tensor& tensor : written) {
     if (!has_memory(tensor)) continue;
     const auto* const found = find(tensor);
@@ -100,7 +93,7 @@ void StepRecorder::Impl::take_arrived(const at::Tensor& tensor) {
   for (auto at = begin; at != end; ++at) {
     const Arriving& each = at->second;
     auto& result = std::const_pointer_cast<RecordedEvent>(each.event)->data().results[each.index];
-    keep(result.content, each.region.of(tensor.storage(), tensor.options()));
+    keep(result.content, each.region.of(tensor.storage()));
   }
   arriving.erase(begin, end);
   // Gloo has copied them in when the program waited.

@@ -66,18 +66,6 @@ struct StepRecorder::Impl {
     std::shared_ptr<RecordedEvent> event;
     std::string node;  // "SquareBackward"
   };
-  /// Part of a storage.
-  struct Region {
-    std::vector<std::int64_t> sizes, strides;
-    std::int64_t offset = 0;
-    at::ScalarType dtype{};
-
-    static Region of(const at::Tensor& tensor) {
-      return {tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(),
-              tensor.scalar_type()};
-    }
-    [[nodiscard]] at::Tensor of(const c10::Storage& storage, const at::TensorOptions& like) const;
-  };
   /// A result of an exchange that the program has not read yet; it may still be under way.
   struct Arriving {
     Region region;
@@ -103,6 +91,7 @@ struct StepRecorder::Impl {
   std::uint64_t next_number = 0;
   RecordedEvents roots;
   RecordedEvents exchanges;
+  RecordedEvents hooks;  // on gradients of this step's values
   std::unordered_multimap<const c10::StorageImpl*, Arriving> arriving;
   std::vector<at::Tensor> read;  // by the program, before a backward
   bool has_reduced_gradients = false;
@@ -135,6 +124,8 @@ struct StepRecorder::Impl {
   }
 
   void forget_the_dead();
+  /// What made an event's results, if it has only moved them; nullopt for data.
+  [[nodiscard]] std::optional<EarlierWrite> write_of(const RecordedEvent& event) const;
   /// The replay of later steps does not repeat the events that made these.
   void forget_events_of_step();
   void clear();
@@ -164,6 +155,7 @@ struct StepRecorder::Impl {
   std::unique_ptr<Context> start_function(const at::RecordFunction& call);
   void note_read(const at::RecordFunction& call);
   void note_unkept(const at::RecordFunction& call, const Context& context);
+  void note_unrepeated(const Context& context, std::span<const at::Tensor> written);
   void take_inputs(const std::shared_ptr<RecordedEvent>& event, std::span<const at::Tensor> inputs);
   [[nodiscard]] RecordedInput input_of(const at::Tensor& tensor, std::uint32_t version);
   [[nodiscard]] std::vector<const RecordedEvent*> differentiable_behind(

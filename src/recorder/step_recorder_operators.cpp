@@ -221,7 +221,16 @@ void StepRecorder::Impl::note_unkept(const at::RecordFunction& call, const Conte
       for_each_tensor_at(value, [&](const at::Tensor& tensor, int) { written.push_back(tensor); });
     }
   }
-  unrepeated.note(info, context.arguments, context.draws, written);
+  note_unrepeated(context, written);
+}
+
+void StepRecorder::Impl::note_unrepeated(const Context& context,
+                                         std::span<const at::Tensor> written) {
+  unrepeated.note(*context.info, context.arguments, context.draws, written,
+                  [&](const at::Tensor& tensor) {
+                    const Known* const found = find(tensor);
+                    return found ? write_of(*found->event) : std::nullopt;
+                  });
 }
 
 void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context) {
@@ -256,6 +265,7 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
         data.problem = "a tensor was written to by something that is not an operator";
       }
       if (info.arguments[i] != ArgumentUse::read) {
+        unrepeated.note_write_in_order(tensor);
         writes_gradients = writes_gradients || input.gradient_of.defined();
         const bool is_of_step = own != nullptr || input.gradient_of.defined() || is_begun;
         if (!is_of_step) elsewhere.push_back(tensor);
@@ -268,7 +278,7 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   }
   // Writes to memory from elsewhere are not recorded: its readers keep its content at the time.
   const bool writes_own = !written.empty() || writes_gradients || context.before.defined();
-  if (!elsewhere.empty()) return unrepeated.note(info, context.arguments, context.draws, elsewhere);
+  if (!elsewhere.empty()) return note_unrepeated(context, elsewhere);
 
   /// The batch that it writes in place counts as made by it.
   const auto is_written_data = [&](const at::Tensor& tensor) {

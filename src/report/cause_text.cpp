@@ -44,6 +44,8 @@ std::string title_of(Detail detail) {
       return "NaN of an Inf among the inputs";
     case Detail::made_earlier:
       return "made in a part of the program that is not executed again";
+    case Detail::rewritten:
+      return "data whose memory was written again while the step ran";
     case Detail::exceeds_range:
       return "overflow";
     case Detail::custom_code:
@@ -469,7 +471,7 @@ std::string title_of(const Origin& origin) {
       origin.cause == Cause::operator_undefined ||
       (origin.cause == Cause::operator_bug && origin.detail == Detail::custom_code) ||
       (origin.cause == Cause::unknown && origin.detail != Detail::none) ||
-      origin.detail == Detail::made_earlier;
+      origin.detail == Detail::made_earlier || origin.detail == Detail::rewritten;
   std::string title = has_own_title ? title_of(origin.detail) : "";
   if (origin.cause == Cause::collective_result && has_fact(origin.facts, FactKind::happened_once)) {
     title = "collective that returned wrong values, once";
@@ -652,6 +654,12 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "look at what computes this tensor: it was made before the step and kept (a cache, a "
           "closure, a global)"};
     case Action::inspect_samples:
+      if (origin.detail == Detail::rewritten) {
+        return {
+            "look for what fills this memory (a loader's thread, a host copy): the step must "
+            "wait until it is filled, and it must wait until the step has read it",
+            "if both wait, inspect the samples of this batch"};
+      }
       return {"inspect the samples of this batch" +
               std::string(origin.bundle.empty() ? "" : "; the tensor is in the bundle")};
     case Action::guard_empty_loss:

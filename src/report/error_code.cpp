@@ -35,6 +35,8 @@ std::string error_code_of(Detail detail) {
       return "custom_op";
     case Detail::exceeds_range:
       return "overflow";
+    case Detail::rewritten:
+      return "rewritten_data";
     case Detail::made_earlier:
       return "made_earlier";
     case Detail::none:
@@ -62,7 +64,7 @@ std::string error_code_of(const Origin& origin) {
       if (origin.detail == Detail::made_earlier) return "made_earlier";
       return origin.parameter.empty() ? "kept_tensor" : "bad_buffer";
     case Cause::bad_input:
-      return "bad_data";
+      return origin.detail == Detail::rewritten ? "rewritten_data" : "bad_data";
     case Cause::empty_loss_mask:
       return "no_labels";
     case Cause::operator_overflow:

@@ -623,6 +623,8 @@ std::string plain_text(const Fact& fact) {
                        " brought it, and a re-run does not communicate" + read_text(fact)
                  : function_name_of(fact.writer) +
                        " wrote it, before the part that was executed again" + read_text(fact);
+    case written_again:
+      return "its memory held other values before the step ended: it was written again meanwhile";
     case scaled_by_loss_scale:
       return "all gradients of this step are multiplied by " + value_of(fact.value) +
              ", a loss scale that falls after an overflow";

@@ -167,7 +167,7 @@ bool was_there(const Origin& origin) {
 bool is_stored(const Origin& origin) {
   if (has_fact(origin.facts, FactKind::update_undefined)) return false;
   return was_there(origin) && origin.cause != Cause::bad_input &&
-         (origin.cause != Cause::bad_buffer || !origin.parameter.empty());
+         origin.detail != Detail::made_earlier;
 }
 
 /// Found by executing the step again in another way, not as it was.
@@ -208,8 +208,9 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
   const std::string machine = same_machine(verdict, origin);
   for (const Fact& fact : ordered_facts(origin)) {
     // A re-run of values that were there before says nothing: it starts from them.
-    const bool is_of_before =
-        fact.kind == FactKind::copies_clean || fact.kind == FactKind::update_undefined;
+    const bool is_of_before = fact.kind == FactKind::copies_clean ||
+                              fact.kind == FactKind::update_undefined ||
+                              fact.kind == FactKind::written_again;
     if (was_there(origin) && !is_of_before) continue;
     const bool is_of_variants = is_shown_by_variants(origin);
     switch (fact.kind) {
@@ -253,6 +254,7 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
         tests.push_back(ranks_text(fact.peers) + " executed the same call and got finite values");
         break;
       case FactKind::update_undefined:
+      case FactKind::written_again:
         tests.push_back(fact_text(fact));
         break;
       case FactKind::gradients_left:
@@ -318,8 +320,6 @@ const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
       return "a restart has other memory, in most steps finite";
     case Cause::race:
       return "a restart has another timing";
-    case Cause::bad_buffer:
-      return "a restart computes it anew";
     case Cause::left_gradients:
       return "a restart begins without them";
     default:

@@ -147,6 +147,39 @@ def test_a_script_with_nothing_to_attach_to_says_so_in_one_line(code, said):
     assert done.stderr == f"nanlocator: attached to nothing: {said}\n"
 
 
+DP_SGD = """
+import torch
+from torch.func import functional_call, grad, vmap
+
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+
+
+def loss(weights, x):
+    return functional_call(net, weights, (x[None],)).square().sum()
+
+
+for step in range(4):
+    weights = {name: weight.detach() for name, weight in net.named_parameters()}
+    gradients = vmap(grad(loss), (None, 0))(weights, torch.randn(6, 4))
+    norms = torch.stack([each.flatten(1).norm(dim=1) for each in gradients.values()]).norm(dim=0)
+    factors = 1 / (norms * (torch.arange(6) != step - 3 + 2))
+    optimizer.zero_grad()
+    for name, weight in net.named_parameters():
+        weight.grad = torch.einsum("b...,b->...", gradients[name], factors)
+    optimizer.step()
+"""
+
+
+def test_a_loop_whose_model_is_only_called_inside_transforms_is_attached_at_its_first_update():
+    Path("script.py").write_text(DP_SGD)
+    done = run("-m", "nanlocator", "script.py", start=interpreter)
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 93, done.stderr
+    assert "attached to SGD and Linear" in said
+    assert "division by zero" in said and "factors = 1 / (norms" in said
+
+
 @pytest.mark.parametrize("value", ["", "0", None])
 def test_without_the_variable_nothing_is_imported(value):
     variables = {} if value is None else {"NANLOCATOR": value}

@@ -665,6 +665,21 @@ def test_a_learning_rate_that_stays_nan_is_named():
     assert any("learning rate of it is NaN" in each for each in the_origin(verdict)["evidence"])
 
 
+def test_a_learning_rate_that_was_infinite_for_one_update_is_named():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: math.inf if step == 1 else 1.0)
+
+    def loss_of(step):
+        if step:
+            schedule.step()
+        return model(torch.ones(2, 4)).square().mean()
+
+    verdict = verdict_of(model, loss_of, steps=4, optimizer=optimizer)
+    assert verdict["decision"]["kind"] == "DO_NOT_RESTART"
+    assert verdict["narrative"]["code"] == "bad_update"
+
+
 class Masked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits):

@@ -245,6 +245,33 @@ def test_a_mode_that_the_loop_sets_between_two_calls_accuses_no_machine():
     ]
 
 
+class Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.shift = nn.Linear(4, 1), 0.0
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y / (y - self.shift)
+
+
+def test_a_tensor_that_the_loop_sets_on_a_module_and_its_forward_reads_accuses_no_machine():
+    torch.manual_seed(0)
+    model = Shifted()
+
+    def compute(step):
+        x = torch.randn(8, 4)
+        model.shift = model.linear(x).detach() if step else 0.0
+        model(x).square().mean().backward()
+
+    verdict = verdict_of_loop(model, compute, 2)
+    [origin] = verdict["origins"]
+    assert origin["cause"] == "unknown"
+    assert verdict["rerun"]["not_restored"] == [
+        "the modules' attributes: 'shift' was set during the step, but is not in its re-run"
+    ]
+
+
 def test_what_the_loop_keeps_on_a_module_is_as_it_had_set_it_after_a_re_run():
     torch.manual_seed(0)
     model = TwoModes()

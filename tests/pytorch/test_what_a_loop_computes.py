@@ -383,3 +383,60 @@ def test_a_reduction_of_the_loop_itself_is_not_cleared_by_a_re_run_that_leaves_i
         origin = the_origin(verdict)
         assert origin["cause"] == "not_reproduced"
         assert {"link", "collective", "memory"} <= set(origin["alternatives"])
+
+
+class Codebook(nn.Module):
+    """Keeps its codes by an average of what was assigned to them, as a VQ-VAE does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(6, 4))
+        self.register_buffer("counts", torch.ones(6))
+
+    def forward(self, z):
+        nearest = torch.cdist(z, self.codes).argmin(1)
+        chosen = self.codes[nearest]
+        with torch.no_grad():
+            self.counts.copy_(torch.bincount(nearest, minlength=6))
+            sums = torch.zeros(6, 4).index_add(0, nearest, z)
+            self.codes.copy_(sums / self.counts[:, None])  # codes that nothing chose
+        return z + (chosen - z).detach()
+
+
+@pytest.mark.host
+def test_a_buffer_that_a_module_without_parameters_spoilt_is_told_with_its_line():
+    encoder, codebook = nn.Linear(4, 4), Codebook()
+    verdict = verdict_of_steps(encoder, lambda: codebook(encoder(torch.randn(3, 4))).square().mean(), steps=2)
+    origin = the_origin(verdict)
+    assert origin["detail"] == "made_earlier"
+    assert origin["code"]["text"].endswith("# codes that nothing chose")
+    assert verdict["decision"]["kind"] == "OLDER_CHECKPOINT"  # it may have been saved
+
+
+def spoilt_in_the_bad_step(seen):
+    def scale(gradient):
+        return gradient / (gradient.norm() * (len(seen) != 2))  # the hook
+
+    return scale
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_hook_that_the_loop_registers_between_modules_is_in_the_re_run(is_removed):
+    first, last, seen = nn.Linear(4, 4), nn.Linear(4, 1), []
+    optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], lr=1e-3)
+    watch = nanlocator.watch([first, last], optimizer)
+    with pytest.raises(nanlocator.NonFiniteGradientError) as raised:
+        for step in range(3):
+            seen = list(range(step))
+            hidden = first(torch.randn(8, 4))
+            handle = hidden.register_hook(spoilt_in_the_bad_step(seen))
+            last(hidden.relu()).square().mean().backward()
+            if is_removed:
+                handle.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+    watch.remove()
+    origin = the_origin(raised.value.verdict)
+    assert origin["cause"] == "user_hook"
+    assert origin["code"]["text"].endswith("# the hook")

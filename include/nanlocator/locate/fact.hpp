@@ -112,6 +112,7 @@ namespace nanlocator::inline locate_room {
   FACT(received_by)                                                           \
   FACT(made_off_dispatcher)                                                   \
   FACT(made_before_pass)                                                      \
+  FACT(written_again)                                                         \
   FACT(scaled_by_loss_scale)                                                  \
   FACT(other_writers_possible)                                                \
   /* other ranks, copies and phases */                                        \

@@ -15,7 +15,10 @@ struct NamedGroup;  // src/operators/process_groups.hpp
 struct EarlierWrite {
   std::string op;  // "aten::div_.Tensor", "c10d::allgather_", "nn.Module.__call__"
   ProgramCode::Caller caller{};
-  bool is_received = false;                   // by a collective, or from another rank
+  bool is_received = false;  // by a collective, or from another rank
+  /// The memory is a copy, and what it was copied from was written again while the step ran, by
+  /// something that was not observed. No other field is set.
+  bool is_rewritten = false;
   std::shared_ptr<const NamedGroup> group{};  // of the collective; null if it has no name
 };
 

@@ -184,9 +184,11 @@ enum class LastSeen : std::uint8_t {
   allocated,   // Birth::writer allocated it, and no operator has written it
   finite,      // finite when Birth::writer, the last operator to write it, did so
   first_pass,  // received in the first pass: the re-run did not communicate
+  rewritten,   // written again while the step ran: this is what the step had read
 };
 [[nodiscard]] constexpr auto names_of(LastSeen) {
-  return std::to_array<std::string_view>({"unknown", "allocated", "finite", "first_pass"});
+  return std::to_array<std::string_view>(
+      {"unknown", "allocated", "finite", "first_pass", "rewritten"});
 }
 
 struct Birth {

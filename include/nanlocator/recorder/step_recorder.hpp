@@ -145,6 +145,9 @@ class StepRecorder {
                                                 std::span<const at::Tensor> outputs);
   /// The same for a backward into the leaves' gradients. A step is repeated for these gradients.
   void add_backward(std::shared_ptr<void> payload, std::span<const at::Tensor> roots);
+  /// A hook that the program has registered on the gradient of `tensor`, a result of this step. It
+  /// is due if a backward goes through the event that made the tensor.
+  void add_hook(std::shared_ptr<void> payload, const at::Tensor& tensor);
   [[nodiscard]] int backwards() const noexcept;
 
   /// The events that made the gradients, in order.

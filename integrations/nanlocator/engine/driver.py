@@ -387,10 +387,28 @@ def state_tensors(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
     ]
 
 
+# The learning rate and the epsilon of each group of parameters in an optimizer's latest update.
+_latest_numbers: "weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def note_numbers(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before an update: a scheduler may change them after it. A hook of ``register_step_pre_hook``."""
+    _latest_numbers[optimizer] = [
+        {"lr": group.get("lr"), "eps": group.get("eps")} for group in optimizer.param_groups
+    ]
+
+
 def state_numbers(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Named:
-    """The learning rate and the epsilon with which the optimizer updates ``parameter``, in its dtype: an
+    """The learning rate and the epsilon with which the optimizer updated ``parameter`` last, in its dtype: an
     epsilon of 1e-8 is 0 in float16."""
-    groups = [group for group in optimizer.param_groups if any(each is parameter for each in group["params"])]
+    latest = _latest_numbers.get(optimizer, [])
+    groups = [
+        latest[i] if i < len(latest) else group
+        for i, group in enumerate(optimizer.param_groups)
+        if any(each is parameter for each in group["params"])
+    ]
     return [
         (name, torch.as_tensor(float(group[name])).to(parameter.dtype))
         for group in groups

@@ -160,7 +160,7 @@ MODULE_CALL = _row(
 FUNCTIONAL_CALL = _row(
     "torch.nn.utils:stateless",
     "_functional_call",
-    "loops.recorder",
+    "attach loops.recorder",
     "weights that torch.func.functional_call puts into a module, so a re-run uses the module's own",
 )
 MODULE_FORWARD = _row(
@@ -178,6 +178,12 @@ RUN_BACKWARD = _row(
     "_engine_run_backward",
     "attach loops.recorder",
     "backward passes, so gradients are scanned when an optimizer steps, and the step cannot be re-run",
+)
+REGISTER_HOOK = _row(
+    "torch:Tensor",
+    "register_hook",
+    "loops.recorder",
+    "hooks that the program registers on tensors between modules, so a re-run goes without them",
 )
 FUNCTION_APPLY = _row(
     "torch.autograd:Function",

@@ -112,6 +112,7 @@ class StepRecorder:
         self._patches.wrap(points.MODULE_CALL, self._around_call)
         self._patches.wrap(points.FUNCTIONAL_CALL, self._around_functional_call)
         self._patches.wrap(points.RUN_BACKWARD, self._around_backward)
+        self._patches.wrap(points.REGISTER_HOOK, self._around_register_hook)
         if is_distributed():
             for name in ("recv", "recv_anysource"):
                 self._patches.wrap(points.PROCESS_GROUP[name], self._around_receive)
@@ -212,6 +213,17 @@ class StepRecorder:
         if self.is_in_module and kwargs.get("accumulate_grad", False):
             return self.run_backward_in_module(original, args, kwargs)
         return original(*args, **kwargs)
+
+    def _around_register_hook(
+        self, original: Callable[..., Any], tensor: torch.Tensor, hook: Callable[..., Any]
+    ) -> Any:
+        value = self._engine.value_of(tensor) if self.is_outside() and not tensor.is_leaf else None
+        if value is None:
+            return original(tensor, hook)
+        with self.suspended():  # a subclass's method may come back here
+            handle = original(tensor, hook)
+        self._engine.add_hook(_Hook(hook, value), tensor)
+        return handle
 
     def _around_receive(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def receive(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
@@ -707,6 +719,18 @@ class _EngineCall:
         if self.has_losses:
             losses += [t for t in _C.tensors_in(args[0]) if t.numel() == 1]
         return _C.tensors_in(self._run(*args, **kwargs))
+
+
+class _Hook:
+    """On the gradient of a value."""
+
+    def __init__(self, hook: Callable[..., Any], value: _C.RecordedValue) -> None:
+        self._hook = hook
+        self._value = value
+
+    def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        replay.tensor(self._value).register_hook(self._hook)
+        return []
 
 
 class _Generators:

@@ -19,7 +19,7 @@ from typing_extensions import Unpack  # torch brings it; typing has it from Pyth
 
 from nanlocator import _C
 from nanlocator.calls.modules import named_by_class
-from nanlocator.engine.driver import LossScale, SkippedUpdate
+from nanlocator.engine.driver import LossScale, SkippedUpdate, note_numbers
 from nanlocator.engine.endings import ending_error, first_line, is_failure_of_peers
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.locator import Locator
@@ -300,6 +300,7 @@ class Watch(Locator):
         if fsdp1.wrapper_class() is not None:
             wrap(points.FSDP1_CLIP, self._clip_module)
         for optimizer in self._optimizers:
+            self._patches.on_removal(optimizer.register_step_pre_hook(note_numbers).remove)
             self._patches.on_removal(optimizer.register_step_post_hook(self._after_update).remove)
             for point, wrapper in (
                 (points.OPTIMIZER_STEP, self._step),

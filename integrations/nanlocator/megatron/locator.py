@@ -30,7 +30,7 @@ from nanlocator import _C
 from nanlocator.calls.modules import common_module
 from nanlocator.engine.backward_order import BackwardOrder
 from nanlocator.engine.connection import RankConnection
-from nanlocator.engine.driver import Driver, SkippedUpdate
+from nanlocator.engine.driver import Driver, SkippedUpdate, note_numbers
 from nanlocator.engine.locator import InstalledLocator
 from nanlocator.engine.options import Options, resolve_options
 from nanlocator.exchange.boundaries import Boundaries
@@ -104,6 +104,9 @@ class MegatronLocator(InstalledLocator):
                 self._patches.on_removal(hooks.remove)
         for name, owner in state.states_of(self._adapter.optimizers, self._machine).items():
             self._driver.add_state(name, owner)
+        for each in self._adapter.optimizers:
+            if isinstance(each.optimizer, torch.optim.Optimizer):
+                self._patches.on_removal(each.optimizer.register_step_pre_hook(note_numbers).remove)
         self._install_hooks(options.check_params)
         self._install_on(optimizer, f"{len(self._adapter.named)} parameters (rank 0)", options)
 

@@ -28,10 +28,26 @@ def iterators_of(function: Callable[..., Any]) -> list[str]:
     return list(found)
 
 
-def for_each_used(function: Callable[..., Any], take: Callable[[str, Any], None]) -> None:
+def attributes_loaded(function: Callable[..., Any]) -> set[str]:
+    """Names of attributes, of any object, that ``function`` reads, directly or through functions that it
+    names."""
+    names: set[str] = set()
+
+    def look(code: types.CodeType) -> None:
+        names.update(each.argval for each in dis.get_instructions(code) if each.opname in _ATTRIBUTES)
+
+    for_each_used(function, lambda *_: None, look)
+    return names
+
+
+def for_each_used(
+    function: Callable[..., Any],
+    take: Callable[[str, Any], None],
+    look: Callable[[types.CodeType], None] = lambda code: None,
+) -> None:
     """Calls ``take`` with the name and the value of what ``function`` uses, directly or through functions
     that it names: its own variables, global variables, and attributes of both. Functions among them are
-    followed and not passed on."""
+    followed and not passed on. ``look`` is called with the code of each function."""
     seen: set[int] = set()
 
     def use(name: str, value: Any, depth: int) -> None:
@@ -60,6 +76,8 @@ def for_each_used(function: Callable[..., Any], take: Callable[[str, Any], None]
             owner, value = value.__self__, value.__func__
         if isinstance(value, types.FunctionType):
             seen.add(id(value))
+            for code in _codes_of(value):
+                look(code)
             for name, each in _used_by(value, owner):
                 use(name, each, depth)
 
@@ -82,11 +100,16 @@ def _used_by(function: types.FunctionType, owner: Any) -> Iterator[tuple[str, An
         variables[function.__code__.co_varnames[0]] = owner
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield "a default", value
+    for code in _codes_of(function):
+        yield from _loaded_by(code, variables, function.__globals__)
+
+
+def _codes_of(function: types.FunctionType) -> Iterator[types.CodeType]:
+    """With those of the functions inside it."""
     codes = [function.__code__]
     while codes:
-        code = codes.pop()
+        yield (code := codes.pop())
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        yield from _loaded_by(code, variables, function.__globals__)
 
 
 def _loaded_by(code: types.CodeType, variables: dict[str, Any], globals: dict[str, Any]) -> Iterator[Any]:

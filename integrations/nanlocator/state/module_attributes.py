@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanlocator.state.closures import for_each_used, iterators_of
+from nanlocator.state.closures import attributes_loaded, for_each_used, iterators_of
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _LIBRARIES = (
@@ -68,8 +68,8 @@ class _Kept:
 
     @property
     def is_mode(self) -> bool:
-        """Whether it may be a setting. Tensors and floats are results; private attributes may be a
-        trainer's."""
+        """Whether it is a setting, also where no forward reads it. Tensors and floats may be results;
+        private attributes may be a trainer's."""
         return not self.name.startswith("_") and all(
             value is None or isinstance(value, bool | int | str) for value in (self.began, self.left)
         )
@@ -125,7 +125,7 @@ class ModuleAttributes:
             self._moved += [
                 f"{_shown(kept.path, kept.name)} was set during the step, but is not in its re-run"
                 for kept in self._kept
-                if kept.is_mode and kept.was_set_by_program
+                if kept.was_set_by_program and (kept.is_mode or kept.name in self._loaded())
             ]
         for kept in self._kept:
             kept.put(kept.began)
@@ -209,6 +209,10 @@ class ModuleAttributes:
     def _own_modules(self) -> list[nn.Module]:
         modules = (module for model in self._models for module in model.modules())
         return [each for each in modules if not _is_of_library(each)][:_MOST_MODULES]
+
+    def _loaded(self) -> set[str]:
+        """Attributes that the forwards of the program's own modules read."""
+        return {name for module in self._own_modules() for name in attributes_loaded(module.forward)}
 
     def _iterators(self) -> list[str]:
         """Iterators that the forwards of the program's own modules draw from."""
