@@ -8,6 +8,7 @@
 #include "bindings.hpp"
 #include "framework.hpp"
 #include "interrupted.hpp"
+#include "nanlocator/step/loaded_checkpoint.hpp"
 #include "nanlocator/step/step_driver.hpp"
 #include "nanlocator/watch/boundary_watch.hpp"
 #include "nanlocator/watch/module_watch.hpp"
@@ -99,6 +100,7 @@ void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
 }  // namespace
 
 void bind_driver(py::module_& m) {
+  m.def("note_loaded_checkpoint", &note_loaded_checkpoint, "path"_a);
   py::enum_<Decision>(m, "Decision")
       .value("PROCEED", Decision::proceed)
       .value("RECOVERED", Decision::recovered)

@@ -170,6 +170,7 @@ class PythonPass final : public StepPass {
     return pass_.call<std::vector<std::string>>("changed_data");
   }
   bool leaves_out_reduction() override { return pass_.call<bool>("leaves_out_reduction"); }
+  bool repeats_compiled_code() override { return pass_.call<bool>("repeats_compiled_code"); }
   std::optional<std::string> obstacle() override {
     return pass_.call<std::optional<std::string>>("obstacle");
   }

@@ -199,6 +199,7 @@ class PythonCode final : public ProgramCode {
     const std::string module =
         globals.contains("__name__") ? py::str(globals["__name__"]).cast<std::string>() : "";
     const std::string package = module.substr(0, module.find('.'));
+    if (package == "torch") return Owner::skipped;  // what Inductor has written
     const bool is_framework =
         is_installed(file) || std::ranges::find(kFrameworks, package) != kFrameworks.end();
     return is_framework ? Owner::framework : Owner::user;

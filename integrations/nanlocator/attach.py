@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanlocator import _C, deepspeed_scripts
 from nanlocator.calls.modules import class_name, named_by_class
+from nanlocator.engine import loaded_checkpoint
 from nanlocator.engine.driver import Driver
 from nanlocator.engine.this_rank import rank_prefix
 from nanlocator.hooks import points
@@ -60,6 +61,7 @@ class Attachment:
         self._waiting = Patches(__name__)  # waits for the first use of what an optimizer trains
         self._is_waiting = False
         self._follow_new_optimizers()
+        loaded_checkpoint.follow()
         megatron_scripts.follow()
         deepspeed_scripts.follow()
         atexit.register(self._say_if_nothing)
@@ -113,7 +115,7 @@ class Attachment:
             return original(module, *args, **kwargs)
 
         def updated(optimizer: Optimizer, *_: Any) -> None:
-            if self._is_waiting and optimizer in self._optimizers:
+            if self._is_waiting and optimizer in self._optimizers and _has_gradients(optimizer):
                 self._attach()
 
         self._waiting.wrap(points.MODULE_CALL, around)
@@ -179,6 +181,10 @@ class Attachment:
 
 def _say(text: str) -> None:
     print(f"nanlocator: {rank_prefix()}{text}", file=sys.stderr, flush=True)
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _is_in_transform() -> bool:

@@ -78,6 +78,10 @@ bool was_damaged_later(const Origin& origin) {
          (has<FactKind::optimizer_copy_finite>(origin) && origin.tensor && origin.tensor->nan > 0);
 }
 
+bool is_made_earlier(const Origin& origin) {
+  return origin.detail == Detail::made_earlier;
+}
+
 /// True if the fault recurred with the same data: no accident of a machine.
 bool is_repeated(const Origin& origin) {
   return has<FactKind::rerun_identical, FactKind::rerun_differs>(origin) &&
@@ -128,7 +132,8 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::high,
        false,
        {checkpoint, last_update, memory},
-       {{restore_copy, was_damaged_later},
+       {{check_buffer, is_made_earlier},
+        {restore_copy, was_damaged_later},
         {check_update, has<F::update_undefined>},
         {reset_optimizer_state, has<F::optimizer_state_bad>},
         {check_owner_of_shard, has<F::owner_is_left>},
@@ -383,6 +388,7 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
 std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) {
   std::vector<Suspect> left = row.suspects;
   const auto drop = [&](auto... suspects) { (std::erase(left, suspects), ...); };
+  if (origin.cause == Cause::bad_weight && is_made_earlier(origin)) return {};
   if (origin.cause == Cause::bad_weight && was_damaged_later(origin)) {
     if (has<FactKind::copies_clean>(origin)) {
       return {Suspect::link, Suspect::memory, Suspect::kernel};

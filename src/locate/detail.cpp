@@ -129,8 +129,8 @@ bool has_pole_in_slope(std::string_view forward_op) {
 Detail detail_of(const Birth& birth) {
   const bool is_computed = birth.kind == BirthKind::nan || birth.kind == BirthKind::inf ||
                            birth.kind == BirthKind::nan_from_inf;
-  if (birth.kind == BirthKind::buffer && !birth.writer.empty() &&
-      birth.writer == birth.sighting.op) {
+  if ((birth.kind == BirthKind::buffer || birth.kind == BirthKind::weight) &&
+      !birth.writer.empty() && birth.writer == birth.sighting.op) {
     return Detail::made_earlier;
   }
   if (birth.kind == BirthKind::data && birth.last_seen == LastSeen::rewritten) {

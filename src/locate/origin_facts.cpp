@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "nanlocator/record/collective_kind.hpp"
 #include "nanlocator/scan/dtype.hpp"
 
 namespace nanlocator::inline locate_room {
@@ -49,16 +50,21 @@ std::optional<double> largest_sent(const RankEvidence& rank, const Sighting& rec
 std::optional<double> sum_of_maxima(const Incident& incident, const Sighting& received,
                                     const std::vector<int>& members,
                                     const std::set<std::string_view>& parameters) {
-  double sum = 0;
+  double sum = 0, most = 0;
+  int unknown = 0;
   for (const int member : members) {
     const RankEvidence* const rank = incident.find(member);
     if (rank == nullptr) return std::nullopt;
-    const auto largest = received.phase > Phase::grad_local ? largest_gradient(*rank, parameters)
-                                                            : largest_sent(*rank, received);
-    if (!largest) return std::nullopt;
-    sum += *largest;
+    const bool is_of_gradients = received.phase > Phase::grad_local;
+    const auto largest =
+        is_of_gradients ? largest_gradient(*rank, parameters) : largest_sent(*rank, received);
+    if (!largest && (is_of_gradients || !keeps_a_part(received.op))) return std::nullopt;
+    sum += largest.value_or(0);
+    most = std::max(most, largest.value_or(0));
+    unknown += largest ? 0 : 1;
   }
-  return sum;
+  if (most == 0) return std::nullopt;
+  return sum + most * unknown;
 }
 
 bool watches_gathers(const Ledger& ledger, const RankList& members) {
@@ -68,6 +74,10 @@ bool watches_gathers(const Ledger& ledger, const RankList& members) {
 }
 
 }  // namespace
+
+bool keeps_a_part(std::string_view op) {
+  return collective_kind_of(op) == CollectiveKind::reduce_scatter;
+}
 
 std::int64_t numel_of(const std::vector<std::int64_t>& shape) {
   std::int64_t product = 1;

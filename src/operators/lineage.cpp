@@ -290,6 +290,15 @@ void Declarations::declare(const at::Tensor& tensor, DeclaredAs as, std::string 
   index(declared_.size() - 1);
 }
 
+void Declarations::note_writer(const at::Tensor& parameter,
+                               const std::shared_ptr<const Place>& writer) {
+  for (Declared& each : declared_) {
+    const bool is_it = each.as == DeclaredAs::parameter &&
+                       each.tensor._unsafe_get_target() == parameter.unsafeGetTensorImpl();
+    if (is_it) each.writer = writer;
+  }
+}
+
 void Declarations::index(std::size_t position) {
   const at::Tensor tensor = tensor_of(declared_[position]);
   const at::Tensor values = tensor.defined() ? values_of(tensor) : at::Tensor();

@@ -199,9 +199,12 @@ class Declarations {
     DeclaredAs as;
     std::string name;
     std::string module;  // of a parameter or buffer: its name without the last part
+    std::shared_ptr<const Place> writer{};  // of a parameter: the program's own, after the update
   };
 
   void declare(const at::Tensor& tensor, DeclaredAs as, std::string name);
+  /// For the very parameter, not for one that shares its memory.
+  void note_writer(const at::Tensor& parameter, const std::shared_ptr<const Place>& writer);
   /// Looks the storages up again: `parameter.data = ...` may have changed them.
   void refresh();
   /// The first declared tensor that shares memory with `tensor`, gradients excluded; null if none.

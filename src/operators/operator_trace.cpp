@@ -203,7 +203,9 @@ void note_earlier_write(const at::Tensor& tensor, const EarlierWrite& write) {
   place.is_rewritten = write.is_rewritten;
   const auto shared = std::make_shared<const Place>(std::move(place));
   const std::lock_guard lock(trace->mutex);
-  if (!trace->declarations.find_all(tensor).empty()) return;
+  if (!trace->declarations.find_all(tensor).empty()) {
+    return trace->declarations.note_writer(tensor, shared);
+  }
   if (write.is_received) {
     trace->lineage.note_received(tensor, ++trace->clock, intern_name(write.op), shared, {});
   } else {

@@ -681,11 +681,13 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
     birth.sighting.role = root.kind == BirthKind::weight   ? "weight"
                           : root.kind == BirthKind::buffer ? "buffer"
                                                            : "input";
-    birth.sighting.position.reset();                               // it was bad before the pass
-    if (root.kind == BirthKind::buffer && !root.writer.empty()) {  // made earlier
-      birth.sighting.op = root.writer;
-      if (root.place && root.place->caller.user.code != nullptr)
-        read_code(birth, root.place->caller);
+    birth.sighting.position.reset();  // it was bad before the pass
+    const bool is_written = root.kind == BirthKind::weight && root.declared->writer != nullptr;
+    const auto& made = is_written ? root.declared->writer : root.place;
+    if (is_written) birth.writer = made->frame;
+    if (is_written || (root.kind == BirthKind::buffer && !root.writer.empty())) {  // made earlier
+      birth.sighting.op = birth.writer;
+      if (made && made->caller.user.code != nullptr) read_code(birth, made->caller);
     }
     if (is_declared && root.kind != BirthKind::data) {
       birth.sighting.module = root.declared->module;

@@ -18,6 +18,7 @@
 
 #include "nanlocator/recorder/step_recorder.hpp"
 #include "operators/operator_info.hpp"
+#include "tensor/tensor_access.hpp"
 
 namespace nanlocator::inline recorder_room {
 
@@ -25,11 +26,6 @@ using RecordedEvents = std::vector<std::shared_ptr<const RecordedEvent>>;
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 using GeneratorStates = std::vector<std::pair<at::Generator, at::Tensor>>;
-
-/// The number of writes to it.
-[[nodiscard]] inline std::uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : tensor._version();
-}
 
 /// False for a subclass, such as DTensor, whose values are in another tensor.
 [[nodiscard]] inline bool has_memory(const at::Tensor& tensor) {

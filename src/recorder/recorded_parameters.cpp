@@ -4,6 +4,9 @@ namespace nanlocator::inline recorder_room {
 
 void RecordedParameters::set(std::vector<at::Tensor> parameters) {
   parameters_ = std::move(parameters);
+  members_.clear();
+  for (const auto& each : parameters_) members_.insert(each.unsafeGetTensorImpl());
+  std::erase_if(program_writes_, [&](const auto& each) { return !members_.contains(each.first); });
   begin_step();
   note_weights();
 }
@@ -19,6 +22,20 @@ std::vector<at::Tensor> RecordedParameters::changed_weights() const {
     if (version_of(parameters_[i]) != versions_[i]) changed.push_back(parameters_[i]);
   }
   return changed;
+}
+
+void RecordedParameters::note_program_write(const at::Tensor& tensor, EarlierWrite write) {
+  const auto* const parameter = tensor.unsafeGetTensorImpl();
+  if (!members_.contains(parameter)) return;
+  program_writes_.insert_or_assign(parameter, ProgramWrite{std::move(write), version_of(tensor)});
+}
+
+void RecordedParameters::tell_traces() const {
+  for (const at::Tensor& each : parameters_) {
+    const auto found = program_writes_.find(each.unsafeGetTensorImpl());
+    if (found == program_writes_.end() || found->second.version != version_of(each)) continue;
+    note_earlier_write(each, found->second.write);
+  }
 }
 
 void RecordedParameters::begin_step() {

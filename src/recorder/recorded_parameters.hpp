@@ -7,9 +7,11 @@
 #include <cstdint>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "nanlocator/operators/earlier_write.hpp"
 #include "recorder/recorded_event.hpp"
 
 namespace nanlocator::inline recorder_room {
@@ -22,6 +24,11 @@ class RecordedParameters {
   void note_weights();
   [[nodiscard]] std::vector<at::Tensor> changed_weights() const;
   [[nodiscard]] const at::Tensor& operator[](std::size_t index) const { return parameters_[index]; }
+
+  /// The program itself has written to all of this parameter; nothing happens for another tensor.
+  void note_program_write(const at::Tensor& tensor, EarlierWrite write);
+  /// Tells operator traces of weights that nothing else has written to since.
+  void tell_traces() const;
 
   /// Their gradients may be others from now on, and no backward has written to them.
   void begin_step();
@@ -55,6 +62,12 @@ class RecordedParameters {
   void find_gradients();
 
   std::vector<at::Tensor> parameters_;
+  struct ProgramWrite {
+    EarlierWrite write;
+    std::uint32_t version = 0;
+  };
+  std::unordered_map<const c10::TensorImpl*, ProgramWrite> program_writes_;  // to parameters_
+  std::unordered_set<const c10::TensorImpl*> members_;                       // of parameters_
   std::vector<std::uint32_t> versions_;  // of the parameters, at the last `note_weights`
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_tensor_;  // to the parameter's index
   std::unordered_multimap<const c10::StorageImpl*, std::size_t> by_memory_;

@@ -292,6 +292,7 @@ void StepRecorder::note_received(std::span<const at::Tensor> tensors) {
 
 void StepRecorder::note_earlier_writes() const {
   impl_->unrepeated.tell_traces();
+  impl_->parameters.tell_traces();
 }
 
 std::vector<at::Tensor> StepRecorder::steady(const std::vector<at::Tensor>& tensors) {

@@ -63,7 +63,7 @@ std::string title_of(Cause cause) {
     case Cause::bad_input:
       return "bad data";
     case Cause::empty_loss_mask:
-      return "loss over no valid label";
+      return "mean over nothing in the loss: no valid label, or an empty batch";
     case Cause::operator_overflow:
       return "overflow";
     case Cause::operator_undefined:
@@ -252,8 +252,7 @@ std::string magnitudes_of(const Origin& origin) {
     const bool is_known = fact.kind == FactKind::input && fact.operand && fact.operand->stats &&
                           fact.operand->stats->has_finite();
     if (is_known && fact.operand->dtype.find("float") != std::string::npos) {
-      parts.push_back("|" + fact.operand->name +
-                      "| <= " + short_number(fact.operand->stats->absmax));
+      parts.push_back(fact.operand->name + " up to " + short_number(fact.operand->stats->absmax));
     }
   }
   return parts.empty() ? "" : " (" + joined(parts, ", ") + ")";
@@ -369,9 +368,8 @@ std::vector<std::string> restore_steps(const Origin& origin) {
   if (has_fact(origin.facts, FactKind::copies_clean)) {
     const auto damaged = ranks_of_fact(origin, FactKind::copies_clean);
     return {"test the memory and the links of " + ranks_or(damaged, ranks.c_str()) +
-                " before using it again: no code writes to one copy of several, but for a kernel "
-                "that writes out of bounds",
-            "restart from a checkpoint in which " + origin.parameter + " is finite"};
+            " before using it again: no code writes to one copy of several, but for a kernel "
+            "that writes out of bounds"};
   }
   const bool has_copy = has_fact(origin.facts, FactKind::optimizer_copy_finite);
   return {"look for code that writes to the parameter between steps",
@@ -428,7 +426,8 @@ const char* ignored_of(const Origin& origin) {
     return fact.operand && fact.operand->ignored && fact.operand->stats &&
            *fact.operand->ignored == fact.operand->stats->numel;
   });
-  return are_ignored ? ": all of them equal ignore_index" : " (all masked or ignored?)";
+  return are_ignored ? ": all of them equal ignore_index"
+                     : " (all masked or ignored?), or why what is averaged is empty";
 }
 
 }  // namespace

@@ -59,6 +59,7 @@ std::string error_code_of(const Origin& origin) {
   switch (origin.cause) {
     case Cause::bad_weight:
       if (has_fact(origin.facts, FactKind::update_undefined)) return "bad_update";
+      if (origin.detail == Detail::made_earlier) return "written_weight";
       return has_fact(origin.facts, FactKind::copies_clean) ? "weight_copy" : "bad_weight";
     case Cause::bad_buffer:
       if (origin.detail == Detail::made_earlier) return "made_earlier";

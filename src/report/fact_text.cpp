@@ -609,9 +609,7 @@ std::string plain_text(const Fact& fact) {
              read_text(fact);
     case allocated_not_written:
       return "allocated by " + fact.writer + (fact.inside.empty() ? "" : " inside " + fact.inside) +
-             " and bad before any operator wrote it: computed off the dispatcher, or memory that "
-             "was never written" +
-             read_text(fact);
+             ", and bad before any operator was seen to write to it" + read_text(fact);
     case received_by:
       return "received by " + fact.writer + read_text(fact);
     case made_off_dispatcher:
@@ -624,7 +622,7 @@ std::string plain_text(const Fact& fact) {
                  : function_name_of(fact.writer) +
                        " wrote it, before the part that was executed again" + read_text(fact);
     case written_again:
-      return "its memory held other values before the step ended: it was written again meanwhile";
+      return "its memory was written again before the step ended, and holds other values now";
     case scaled_by_loss_scale:
       return "all gradients of this step are multiplied by " + value_of(fact.value) +
              ", a loss scale that falls after an overflow";
@@ -648,9 +646,7 @@ std::string plain_text(const Fact& fact) {
     case members_got_other_bits:
       return other_results_text(fact);
     case every_copy_bad:
-      return "every rank that holds it and scanned it has it: it came from the checkpoint or from "
-             "the "
-             "step before, not from a fault of one device";
+      return "every rank that holds it and scanned it has it: no fault of one device";
     case no_copy_elsewhere:
       return "no rank that scanned it holds a copy to compare it with";
     case copies_not_scanned:
@@ -665,7 +661,7 @@ std::string plain_text(const Fact& fact) {
              ", which were NaN or Inf, were still there when this step began, and its backward "
              "added to them";
     case update_undefined:
-      return fact.op == "lr" ? "the optimizer's learning rate of it is NaN or Inf"
+      return fact.op == "lr" ? "the optimizer's learning rate of it was NaN or Inf"
                              : "the optimizer's epsilon of it is 0 in " + fact.dtype +
                                    ": where the second moment is 0, too, its update is 0 / 0";
     case optimizer_copy_finite:

@@ -120,6 +120,21 @@ std::string reached_of(const Verdict& verdict) {
          (spread.ranks.size() > 1 ? " on " + count_text(spread.ranks.size(), "rank") : "");
 }
 
+/// " from step 30 to 35".
+std::string climb_of(const Origin& origin) {
+  const Fact* const climb = find_fact(origin.facts, FactKind::climbed);
+  if (climb == nullptr || !climb->step || !climb->last_step) return "";
+  return " from " + step_text(*climb->step) + " to " + std::to_string(*climb->last_step);
+}
+
+/// ", after the weights of the module had grown to 2.2e+26".
+std::string growth_of(const Origin& origin) {
+  const auto largest = largest_weight_of(origin);
+  return may_be_of_large_weights(origin) && largest
+             ? ", after its weights had grown to " + short_number(*largest)
+             : "";
+}
+
 std::string what_of(const Verdict& verdict, const Origin* origin) {
   const std::string code = error_code_of(verdict);
   if (origin == nullptr) return filled_phrase(code, "what", {});
@@ -142,11 +157,16 @@ std::string what_of(const Verdict& verdict, const Origin* origin) {
               {"left_out", has_fact(origin->facts, FactKind::reduction_not_repeated)
                                ? ", which leaves out the program's own reduction of gradients"
                                : ""},
+              {"climb", climb_of(*origin)},
+              {"recorded",
+               origin->op.starts_with("inductor::")
+                   ? "made in a kernel that torch.compile has fused: which operator is not known"
+                   : "the operator was not recorded"},
               {"who", ranks_place_of(verdict, origin->candidates)},
               {"parameter", origin->parameter.empty() ? "a parameter" : origin->parameter},
               {"group", group_of(verdict, *origin)},
               {"peers", peers_of(verdict, *origin)}}) +
-         (has_reached ? reached_of(verdict) : "");
+         growth_of(*origin) + (has_reached ? reached_of(verdict) : "");
 }
 
 // ---- why it is believed ----
@@ -208,9 +228,8 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
   const std::string machine = same_machine(verdict, origin);
   for (const Fact& fact : ordered_facts(origin)) {
     // A re-run of values that were there before says nothing: it starts from them.
-    const bool is_of_before = fact.kind == FactKind::copies_clean ||
-                              fact.kind == FactKind::update_undefined ||
-                              fact.kind == FactKind::written_again;
+    const bool is_of_before =
+        fact.kind == FactKind::copies_clean || fact.kind == FactKind::update_undefined;
     if (was_there(origin) && !is_of_before) continue;
     const bool is_of_variants = is_shown_by_variants(origin);
     switch (fact.kind) {
@@ -231,7 +250,11 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
         break;
       case FactKind::rerun_clean:
       case FactKind::gone_in_rerun:
-        tests.push_back("it was gone in a re-run on " + machine);
+        tests.push_back(
+            verdict.rerun.not_restored.empty()
+                ? "it was gone in a re-run on " + machine
+                : "it was gone in a re-run that lacked something of the program's state, so that "
+                  "says nothing about a machine");
         break;
       case FactKind::transfer_bad_again:
         tests.emplace_back("the transfer failed again when it was repeated");
@@ -254,7 +277,6 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
         tests.push_back(ranks_text(fact.peers) + " executed the same call and got finite values");
         break;
       case FactKind::update_undefined:
-      case FactKind::written_again:
         tests.push_back(fact_text(fact));
         break;
       case FactKind::gradients_left:
@@ -314,6 +336,10 @@ bool may_be_code(const Origin& origin) {
 /// Why a restart of the same may do; null if the decision is another one, or the tests say it.
 const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
   const JobDecision& decision = verdict.decision;
+  const bool is_of_program = was_there(origin) && origin.detail == Detail::made_earlier;
+  if (decision.kind == DecisionKind::older_checkpoint && is_of_program) {
+    return "a restart from finite values is worth one try";
+  }
   if (decision.kind != DecisionKind::restart_as_is || decision.is_traced) return nullptr;
   switch (origin.cause) {
     case Cause::uninitialised_memory:
@@ -328,6 +354,11 @@ const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
 }
 
 std::string cause_of(const Verdict& verdict, const Origin& origin) {
+  if (origin.detail == Detail::rewritten) {
+    return "unknown; bad data, or a buffer that was read before it was filled: a restart has "
+           "another "
+           "timing";
+  }
   std::string kind = kind_of(origin);
   std::string open = suspects_text(origin);
   std::string label = "not ruled out: ";
@@ -349,6 +380,9 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   std::vector<std::string> parts = tests_of(verdict, origin);
   if (!open.empty()) parts.push_back(label + open);
   const bool is_open = certainty != ", proven";
+  if (origin.detail == Detail::made_earlier) {
+    parts.emplace_back("what the line below was given is not known");
+  }
   if (parts.empty() && origin.cause == Cause::bad_input) {
     parts.emplace_back("it was there before any operator of the step read it");
   }
@@ -379,12 +413,37 @@ std::string log_of(const Verdict& verdict) {
   return is_slurm ? " (StdErr in: scontrol show job " + verdict.launch->job_id + ")" : "";
 }
 
+std::string silent_hosts(const Verdict& verdict) {
+  const auto hosts = hosts_of(verdict, verdict.silent_ranks);
+  return hosts.empty() ? verdict.silent_ranks.size() > 1 ? "their hosts" : "its host"
+                       : joined(hosts);
+}
+
 std::string silent_in_headline(const Verdict& verdict) {
   const std::vector<int>& ranks = verdict.silent_ranks;
   const auto hosts = hosts_of(verdict, ranks);
   return (ranks.size() == 1 ? "RANK " + std::to_string(ranks.front())
                             : "THE " + std::to_string(ranks.size()) + " SILENT RANKS") +
          (hosts.size() == 1 ? " ON " + hosts.front() : "");
+}
+
+/// What each kind of error in the log of a rank that did not answer asks for.
+void add_silent(const Verdict& verdict, Rows& rows) {
+  if (verdict.silent_ranks.empty()) return;
+  add_row(rows, "silent",
+          "no answer from " + silent_text(verdict) + ": read its lines in the job's log first" +
+              log_of(verdict) + "; the first that fits:");
+  add_row(rows, "if CODE", "a Python error of the program: leave it down, page the model author");
+  add_row(rows, "if KILLED",
+          "for memory or for time: restart as it was, not traced; ticket model author");
+  add_row(rows, "if MACHINE",
+          "a CUDA or driver error, or a lost node: restart without " + silent_hosts(verdict) +
+              ", not traced; ticket cluster on-call");
+  add_row(
+      rows, "if NOTHING",
+      "or only that its connections were closed: do as follows, page " +
+          person_of(verdict.decision.page) + ", ticket " +
+          (verdict.decision.ticket == Owner::nobody ? "none" : person_of(verdict.decision.ticket)));
 }
 
 std::string event_of(const Verdict& verdict) {
@@ -491,7 +550,10 @@ std::vector<std::string> reasons_of(const Origin& origin) {
     const bool is_said_or_other =
         (fact.kind == FactKind::variant_bad || fact.kind == FactKind::variant_finite) &&
         (!is_shown_by_variants(origin) || !outcome_of_variant(fact).empty());
-    const bool is_left_out = is_said_or_other || place == 0 || place > 4 ||
+    const bool is_of_copies =  // the update made every copy
+        fact.kind == FactKind::no_copy_elsewhere &&
+        has_fact(origin.facts, FactKind::update_undefined);
+    const bool is_left_out = is_said_or_other || is_of_copies || place == 0 || place > 4 ||
                              fact.source != FactSource::origin ||
                              std::ranges::count(kLeftOut, fact.kind) > 0;
     if (!is_left_out && reasons.size() < kMost) reasons.push_back(fact_text(fact));
@@ -547,17 +609,18 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   narrative.code = error_code_of(verdict);
   narrative.event = event_of(verdict);
   narrative.action = action_text_of(verdict);
-  if (!verdict.silent_ranks.empty() && course_of(verdict) == Course::stops) {
-    narrative.action =
-        "READ THE LOG OF " + silent_in_headline(verdict) + " FIRST, THEN " + narrative.action;
+  if (is_by_the_log(verdict)) {
+    narrative.action = "READ THE LOG OF " + silent_in_headline(verdict) +
+                       "; IF NOTHING IS THERE: " + narrative.action;
   }
   narrative.restart = restart_word_of(verdict);
   narrative.hosts = hosts_text_of(verdict);
   narrative.load = load_of(verdict);
-  narrative.page = decision.kind == DecisionKind::skip_batch
-                       ? person_of(decision.ticket) + " if it cannot be left out"
-                       : person_of(decision.page);
-  narrative.ticket = decision.ticket == Owner::nobody ? "none" : person_of(decision.ticket);
+  const bool is_by_log = is_by_the_log(verdict);
+  narrative.page = is_by_log ? "by the log" : person_of(decision.page);
+  narrative.ticket = is_by_log                          ? "by the log"
+                     : decision.ticket == Owner::nobody ? "none"
+                                                        : person_of(decision.ticket);
   if (const auto step = deciding_step(verdict)) {
     add_row(narrative.rows, "decides",
             "the block of " + step_text(*step) + ": nanlocator report " +
@@ -566,21 +629,18 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   if (!run_dir.empty() && decision.kind != DecisionKind::none_needed) {
     add_row(narrative.rows, "plan",
             "nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string()) +
-                "   (prints these orders as of now, with the job and its checkpoints looked up)");
+                "   (run it first: it makes these orders anew, with the job and checkpoints as "
+                "they are by then; if you cannot, do as below)");
   }
   add_row(narrative.rows, "what", what_of(verdict, origin));
   if (origin != nullptr) add_row(narrative.rows, "cause", cause_of(verdict, *origin));
   add_row(narrative.rows, "state", state_of(verdict));
-  if (!verdict.silent_ranks.empty()) {
-    add_row(
-        narrative.rows, "silent",
-        "no answer from " + silent_text(verdict) + ": its log comes first" + log_of(verdict) +
-            "; an error there ended the job: act on that one, without one do as this block says");
-  }
+  add_silent(verdict, narrative.rows);
   add_row(narrative.rows, "kill", kill_of(verdict));
   const bool is_look_first = is_to_look_first(verdict);
   if (is_look_first) add_check(verdict, narrative.rows);
   add_row(narrative.rows, "checkpoint", checkpoint_of(verdict));
+  add_limit(verdict, narrative.rows);
   add_policy(verdict, narrative.rows);
   add_skip(verdict, narrative.rows);
   add_trace(verdict, narrative.rows);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <charconv>
 #include <filesystem>
 
 #include "files/printable.hpp"
@@ -20,8 +21,23 @@ std::string in_capitals(std::string text) {
 
 constexpr const char* kNothingBadSaved = "no NaN or Inf can have been saved";
 
-/// Shows the errors of a host's GPUs.
-constexpr const char* kErrorCounters = "nvidia-smi -q -d ECC; dmesg -T | grep NVRM";
+/// Shows the errors of a host's GPUs, or of one.
+std::string error_counters(const std::string& gpu = "") {
+  return "nvidia-smi -q -d ECC" + gpu + "; dmesg -T | grep NVRM";
+}
+
+/// " (2026-11-27 02:12 UTC)", from the run's id, which begins with it; "" for another id.
+std::string began_text(const Verdict& verdict) {
+  const std::string& id = verdict.run_id;
+  constexpr std::string_view kForm = "00000000T000000Z";
+  if (id.size() < kForm.size()) return "";
+  for (std::size_t i = 0; i < kForm.size(); ++i) {
+    const bool is_digit = id[i] >= '0' && id[i] <= '9';
+    if (kForm[i] == '0' ? !is_digit : id[i] != kForm[i]) return "";
+  }
+  return " (" + id.substr(0, 4) + "-" + id.substr(4, 2) + "-" + id.substr(6, 2) + " " +
+         id.substr(9, 2) + ":" + id.substr(11, 2) + " UTC)";
+}
 
 std::string weights_text(const Verdict& verdict) {
   const JobState& job = verdict.job;
@@ -37,7 +53,17 @@ std::string weights_text(const Verdict& verdict) {
   }
   if (job.are_weights_finite == true) {
     const bool is_damaged = course_of(verdict) == Course::goes_on_damaged;
-    return std::string(is_damaged ? "they were finite as " : "weights finite, as ") +
+    const bool is_of_buffer = origin != nullptr && origin->cause == Cause::bad_buffer;
+    const std::string other = !is_of_buffer ? ""
+                              : origin->parameter.empty()
+                                  ? " (but not a tensor that the program keeps)"
+                                  : " (but not the buffer " + origin->parameter + ")";
+    const auto largest = origin == nullptr ? std::nullopt : largest_weight_of(*origin);
+    const std::string size = largest && may_be_of_large_weights(*origin)
+                                 ? " but as large as " + short_number(*largest)
+                                 : "";
+    return std::string(is_damaged ? "they were finite as "
+                                  : "weights finite" + size + other + ", as ") +
            (verdict.iteration > 1 ? "after " + step_text(verdict.iteration - 1)
                                   : "before the first step");
   }
@@ -72,6 +98,24 @@ const CheckpointFile* checkpoint_to_load(const Verdict& verdict) {
   return nullptr;
 }
 
+/// A machine is not ruled out, though none is suspected.
+bool may_be_hardware(const Origin& origin) {
+  const bool is_of_transfer =
+      origin.cause == Cause::collective_result || origin.cause == Cause::pipeline_transfer;
+  return is_of_transfer || std::ranges::any_of(origin.alternatives, [](Suspect each) {
+           return each == Suspect::memory || each == Suspect::link;
+         });
+}
+
+/// The ranks whose machine is suspected or, without such, not ruled out; few enough to look at.
+std::vector<int> ranks_to_look_at(const Verdict& verdict) {
+  constexpr std::size_t kMost = 4;
+  if (!verdict.decision.ranks.empty()) return verdict.decision.ranks;
+  const Origin* const origin = deciding_origin(verdict);
+  const bool is_open = origin != nullptr && may_be_hardware(*origin);
+  return is_open && origin->candidates.size() <= kMost ? origin->candidates : std::vector<int>{};
+}
+
 /// Checkpoints from its update on may hold the fault.
 std::string first_bad_step(const Verdict& verdict) {
   return std::to_string(verdict.decision.newest_step.value_or(verdict.iteration - 1) + 1);
@@ -83,17 +127,27 @@ bool may_load_newest(const Verdict& verdict) {
   return course_of(verdict) == Course::stops && (!newest || *newest == verdict.iteration - 1);
 }
 
-/// Weights may have grown for many steps before an operator overflowed: finite is not good.
 bool may_be_of_large_weights(const Verdict& verdict) {
-  constexpr double kUsual = 100;
   const Origin* const origin = deciding_origin(verdict);
-  if (origin == nullptr) return false;
-  if (origin->cause == Cause::divergence) return true;
-  if (origin->action == Action::find_weight_writer) return true;
-  const Fact* const weights = find_fact(origin->facts, FactKind::weights_magnitude);
-  return origin->cause == Cause::operator_overflow && weights != nullptr &&
-         std::ranges::any_of(weights->values,
-                             [](const auto& weight) { return weight.second > kUsual; });
+  return origin != nullptr && may_be_of_large_weights(*origin);
+}
+
+/// The step in whose maxima the growth shows first: ten times the first one that is known.
+std::optional<std::int64_t> first_step_of_growth(const Origin& origin) {
+  constexpr double kGrown = 10;
+  for (const FactKind kind : {FactKind::weight_maxima, FactKind::gradient_maxima}) {
+    const Fact* const maxima = find_fact(origin.facts, kind);
+    if (maxima == nullptr || maxima->values.empty()) continue;
+    const double first = maxima->values.front().second;
+    const auto grown = std::ranges::find_if(
+        maxima->values, [&](const auto& each) { return each.second > kGrown * first; });
+    if (!(first > 0) || grown == maxima->values.end()) continue;
+    std::int64_t step = 0;
+    const std::string& text = grown->first;
+    const auto read = std::from_chars(text.data(), text.data() + text.size(), step);
+    if (read.ec == std::errc()) return step;
+  }
+  return std::nullopt;
 }
 
 std::string joined_path(const std::string& folder, const std::string& name) {
@@ -109,10 +163,17 @@ std::string garbage_text(const Verdict& verdict) {
   const Origin* const origin = deciding_origin(verdict);
   const bool is_garbage = origin != nullptr && (origin->cause == Cause::uninitialised_memory ||
                                                 origin->cause == Cause::race);
-  return is_garbage
-             ? "; finite is all that can be checked: earlier steps may have trained on wrong "
-               "finite values of that memory"
-             : "";
+  return is_garbage ? "; what it was trained to so far is in doubt (earlier steps may have read "
+                      "wrong finite "
+                      "values there): that is for the model author to judge, in the morning"
+                    : "";
+}
+
+/// "step_0000300.pt, which this run had loaded".
+std::string loaded_by_run(const Verdict& verdict) {
+  const bool is_known = verdict.launch && !verdict.launch->loaded.empty();
+  return is_known ? verdict.launch->loaded + ", which this run had loaded"
+                  : "the one that this run had loaded";
 }
 
 /// What to load once the job may start again.
@@ -123,22 +184,40 @@ std::string loaded_text(const Verdict& verdict) {
   const std::string all =
       folder.empty() ? check_command("FOLDER") : check_command(folder) + " --all";
   if (may_be_of_large_weights(verdict)) {
-    return "LOAD the newest whose largest weight is like that of those before it (finite is not "
+    const auto grown = first_step_of_growth(*deciding_origin(verdict));
+    const std::optional<std::int64_t> before = deciding_origin(verdict)->cause == Cause::divergence
+                                                   ? decision.newest_step
+                                               : grown ? std::optional(*grown - 1)
+                                                       : std::nullopt;
+    return "LOAD the newest" +
+           (before ? " of step " + std::to_string(std::max<std::int64_t>(*before, 0)) + " or older"
+                   : std::string()) +
+           " whose largest weight is at most ten times that of the one before it (finite is not "
            "enough); this shows them all: " +
-           all;
+           all + "; if there is none: from the start";
   }
   if (decision.is_to_check) {
     const bool is_down = decision.kind == DecisionKind::do_not_restart;
     return "LOAD the newest that this finds finite, every tensor of it: " + all +
-           (is_down ? "" : "; if none is: leave it down, page the model author");
+           (is_down ? "; if none is: from the start"
+            : ranks_to_look_at(verdict).empty()
+                ? "; if none is, or it is " + loaded_by_run(verdict) +
+                      ": leave it down, page the model author"
+                : "; if none is: leave it down, page the model author");
   }
   if (file != nullptr) {
     const std::string path = joined_path(folder, file->name);
-    const std::string load = "LOAD " + path + " (after " + step_text(file->step) + ")";
-    if (may_load_newest(verdict) && verdict.job.are_weights_finite == true) {
+    const bool is_newest =
+        file == &verdict.launch->checkpoints.front() && course_of(verdict) == Course::stops;
+    const std::string load =
+        "LOAD " + path + " (after " + step_text(file->step) + (is_newest ? ", the newest)" : ")");
+    const bool is_of_before =
+        decision.newest_step && *decision.newest_step == verdict.iteration - 1;
+    if ((may_load_newest(verdict) || is_of_before) && verdict.job.are_weights_finite == true) {
       return load + ": " + kNothingBadSaved + garbage_text(verdict);
     }
-    return load + ", once " + check_command(path) + " finds it finite, else the one before" +
+    return load + ", once " + check_command(path) +
+           " finds it finite, else the one before; if none is: from the start" +
            garbage_text(verdict);
   }
   if (decision.newest_step && *decision.newest_step < 1) {
@@ -158,6 +237,7 @@ std::string loaded_text(const Verdict& verdict) {
 bool is_known_to_fail_again(const Verdict& verdict) {
   const Origin* const origin = deciding_origin(verdict);
   if (origin != nullptr && origin->alternatives == std::vector{Suspect::upstream}) return false;
+  if (origin != nullptr && origin->cause == Cause::divergence) return false;
   const bool is_likely = origin != nullptr && origin->cause_confidence != Confidence::high;
   if (is_likely && !is_deterministic(*origin)) return false;
   return verdict.rerun.reproduced == true || (origin != nullptr && is_deterministic(*origin));
@@ -167,22 +247,13 @@ bool leaves_suspects_out(const JobDecision& decision) {
   return decision.kind == DecisionKind::exclude || decision.kind == DecisionKind::older_checkpoint;
 }
 
-/// A machine is not ruled out, though none is suspected.
-bool may_be_hardware(const Origin& origin) {
-  const bool is_of_transfer =
-      origin.cause == Cause::collective_result || origin.cause == Cause::pipeline_transfer;
-  return is_of_transfer || std::ranges::any_of(origin.alternatives, [](Suspect each) {
-           return each == Suspect::memory || each == Suspect::link;
-         });
-}
-
-/// The ranks whose machine is suspected or, without such, not ruled out; few enough to look at.
-std::vector<int> ranks_to_look_at(const Verdict& verdict) {
-  constexpr std::size_t kMost = 4;
-  if (!verdict.decision.ranks.empty()) return verdict.decision.ranks;
-  const Origin* const origin = deciding_origin(verdict);
-  const bool is_open = origin != nullptr && may_be_hardware(*origin);
-  return is_open && origin->candidates.size() <= kMost ? origin->candidates : std::vector<int>{};
+/// The one GPU of the machines to look at, if it is one.
+std::string error_counters_of(const Verdict& verdict) {
+  const auto ranks = ranks_to_look_at(verdict);
+  const RankCoordinates* const known =
+      ranks.size() == 1 ? find_mentioned(verdict, ranks.front()) : nullptr;
+  const bool is_one = known != nullptr && is_gpu(*known) && known->local_rank >= 0;
+  return error_counters(is_one ? " -i " + std::to_string(known->local_rank) : "");
 }
 
 /// `nanlocator netcheck` on these hosts alone.
@@ -195,6 +266,18 @@ std::string author_of_code(const JobDecision& decision) {
   return person_of(decision.page == Owner::framework ? decision.page : Owner::model_author);
 }
 
+/// What counts as again: "in bias", "in torch.div of blocks.2", "at train.py:12".
+std::string same_place_text(const Origin* origin) {
+  if (origin == nullptr) return "in the same place";
+  if (!origin->parameter.empty()) return "in " + origin->parameter;
+  if (!origin->op.empty() && !collective_kind_of(origin->op)) {
+    return "in " + function_name_of(origin->op) +
+           (origin->module.empty() ? "" : " of " + origin->module);
+  }
+  if (origin->code) return "at " + code_place(*origin->code);
+  return origin->module.empty() ? "in the same place" : "in " + origin->module;
+}
+
 /// The second time, the decision is another one (locate/decision.hpp).
 void add_again(const Verdict& verdict, Rows& rows) {
   const JobDecision& decision = verdict.decision;
@@ -205,14 +288,32 @@ void add_again(const Verdict& verdict, Rows& rows) {
       decision.ticket != Owner::nobody && decision.ticket != Owner::cluster_operator;
   const bool is_of_data = decision.kind == DecisionKind::skip_batch;
   add_row(rows, "if AGAIN",
-          std::string(is_of_data ? "in the same batch: it was not left out; in another"
-                                 : "in the same operator or parameter") +
-              ": leave it down, page the " +
-              person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
-              "; elsewhere: as its own block says");
+          is_of_data ? "if it stops in " + step_text(verdict.iteration) +
+                           " again, its code sets on_bad itself: leave it down, page the model "
+                           "author; if more "
+                           "than 10 steps are skipped: end it, page the " +
+                           person_of(decision.ticket)
+                     : same_place_text(deciding_origin(verdict)) + ": leave it down, page the " +
+                           person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
+                           "; elsewhere: as its own block says");
 }
 
 }  // namespace
+
+std::optional<double> largest_weight_of(const Origin& origin) {
+  const Fact* const weights = find_fact(origin.facts, FactKind::weights_magnitude);
+  if (weights == nullptr || weights->values.empty()) return std::nullopt;
+  return std::ranges::max_element(weights->values, {}, [](const auto& each) { return each.second; })
+      ->second;
+}
+
+bool may_be_of_large_weights(const Origin& origin) {
+  constexpr double kUsual = 100;
+  if (origin.cause == Cause::divergence) return true;
+  if (origin.action == Action::find_weight_writer) return true;
+  const auto largest = largest_weight_of(origin);
+  return origin.cause == Cause::operator_overflow && largest && *largest > kUsual;
+}
 
 void add_row(Rows& rows, const char* label, std::string text) {
   if (!text.empty()) rows.emplace_back(label, std::move(text));
@@ -252,6 +353,10 @@ bool is_to_look_first(const Verdict& verdict) {
   });
 }
 
+bool is_by_the_log(const Verdict& verdict) {
+  return !verdict.silent_ranks.empty() && course_of(verdict) == Course::stops;
+}
+
 /// "CHECK a18, THEN ", if that decides where it is restarted.
 static std::string check_first_text(const Verdict& verdict, const char* then) {
   if (!is_to_look_first(verdict)) return "";
@@ -267,7 +372,9 @@ std::string action_text_of(const Verdict& verdict) {
       return decision.ticket == Owner::nobody ? "NO ACTION" : "LET IT RUN, FILE A TICKET";
     case DecisionKind::restart_as_is:
       return kill + check_first_text(verdict, ", THEN ") +
-             (decision.is_traced ? "RESTART TRACED" : "RESTART ONCE AS IT IS");
+             (decision.is_traced          ? "RESTART TRACED"
+              : is_to_look_first(verdict) ? "RESTART ONCE"
+                                          : "RESTART ONCE AS IT IS");
     case DecisionKind::exclude:
       return kill + "RESTART WITHOUT " + suspects_text(verdict);
     case DecisionKind::skip_batch:
@@ -298,6 +405,7 @@ std::string action_text_of(const Verdict& verdict) {
 
 std::string restart_word_of(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
+  if (is_by_the_log(verdict)) return "BY THE LOG";
   if (decision.is_traced) return "ONLY TRACED";
   switch (decision.kind) {
     case DecisionKind::none_needed:
@@ -320,12 +428,16 @@ std::string hosts_text_of(const Verdict& verdict) {
     const Origin* const origin = deciding_origin(verdict);
     if (origin != nullptr && may_be_hardware(*origin)) {
       const auto hosts = hosts_of(verdict, ranks_to_look_at(verdict));
-      return "as before" + (hosts.empty() ? "" : ", " + joined(hosts) + " not ruled out");
+      return "unchanged" + (hosts.empty() ? "" : ", " + joined(hosts) + " not ruled out");
     }
-    return decision.is_traced || decision.kind == DecisionKind::none_needed ? "as before"
+    if (is_by_the_log(verdict)) {
+      const auto silent = hosts_of(verdict, verdict.silent_ranks);
+      return "by the log" + (silent.empty() ? "" : ", silent " + joined(silent));
+    }
+    return decision.is_traced || decision.kind == DecisionKind::none_needed ? "unchanged"
                                                                             : "none suspected";
   }
-  return (leaves_suspects_out(decision) ? "without " : "as before, suspect ") +
+  return (leaves_suspects_out(decision) ? "without " : "unchanged, suspect ") +
          suspects_text(verdict);
 }
 
@@ -334,7 +446,10 @@ std::string load_of(const Verdict& verdict) {
   if (verdict.decision.kind == DecisionKind::do_not_restart) return "nothing now";
   if (may_be_of_large_weights(verdict)) return "only one from before the weights grew";
   if (verdict.decision.is_to_check) return "only one checked finite";
-  if (const CheckpointFile* const file = checkpoint_to_load(verdict)) return file->name;
+  if (const CheckpointFile* const file = checkpoint_to_load(verdict)) {
+    const bool is_known = verdict.job.are_weights_finite == true;
+    return file->name + (is_known ? "" : ", once checked");
+  }
   if (may_load_newest(verdict)) return verdict.iteration <= 1 ? "as started" : "the newest";
   const auto newest = verdict.decision.newest_step;
   if (!newest) return "the newest";
@@ -377,10 +492,11 @@ std::string kill_of(const Verdict& verdict) {
   const auto& launch = verdict.launch;
   if (launch && launch->scheduler == "slurm") {
     // Without the command's name, which scanners of logs take for what has ended the job.
-    return "SIGKILL to every process of job " + launch->job_id +
-           " (SIGTERM lets it save): nanlocator next prints the command first of all, and what to "
-           "do "
-           "with checkpoints written since";
+    return "at once, by SIGKILL to every process of job " + launch->job_id +
+           " (SLURM's cancel command with --signal=KILL --full; without that it sends SIGTERM, and "
+           "the "
+           "job would save); set aside what it has saved since " +
+           step_text(verdict.decision.newest_step.value_or(verdict.iteration - 1));
   }
   return "SIGKILL to its processes (at SIGTERM it may save)";
 }
@@ -389,16 +505,16 @@ std::string checkpoint_of(const Verdict& verdict) {
   if (!needs_checkpoint(verdict)) return "";
   const JobDecision& decision = verdict.decision;
   const bool is_down = decision.kind == DecisionKind::do_not_restart;
-  std::string text = (is_down ? "when it is mended, " : "") + loaded_text(verdict);
   std::vector<std::string> newer;
   for (const CheckpointFile& each :
        verdict.launch ? verdict.launch->checkpoints : std::vector<CheckpointFile>{}) {
     if (decision.newest_step && each.step > *decision.newest_step) newer.push_back(each.name);
   }
+  std::string never;
   if (!newer.empty() && !may_load_newest(verdict)) {
-    text += ", NEVER LOAD " + newer.back() + (newer.size() > 1 ? " or anything newer" : "");
+    never = "NEVER LOAD " + newer.back() + (newer.size() > 1 ? " or anything newer; " : "; ");
   }
-  return text;
+  return never + (is_down ? "when it is mended, " : "") + loaded_text(verdict);
 }
 
 /// ": sample 3 of microbatch 1 on rank 2" of that batch; "" where the data were no batch.
@@ -409,24 +525,36 @@ static std::string sample_text(const Verdict& verdict) {
   if (tensor.shape.size() < 2 || tensor.first_bad_index.empty()) return "";
   const std::string microbatch =
       origin->microbatch ? " of microbatch " + std::to_string(*origin->microbatch) : "";
-  return ", first bad in sample " + std::to_string(tensor.first_bad_index.front()) + " of " +
-         std::to_string(tensor.shape.front()) + microbatch + on_ranks(verdict, *origin) + ",";
+  return ", first in sample " + std::to_string(tensor.first_bad_index.front()) + " of " +
+         std::to_string(tensor.shape.front()) + microbatch + on_ranks(verdict, *origin);
+}
+
+/// Each step that is left out has a block of its own: when is it too many?
+void add_limit(const Verdict& verdict, Rows& rows) {
+  const JobDecision& decision = verdict.decision;
+  const bool is_left_out = decision.kind == DecisionKind::none_needed &&
+                           verdict.job.on_bad == "skip" && decision.ticket != Owner::nobody;
+  if (!is_left_out) return;
+  add_row(rows, "if MORE",
+          "than 10 steps are left out like this: end it, page the " + person_of(decision.ticket));
 }
 
 void add_policy(const Verdict& verdict, Rows& rows) {
-  if (course_of(verdict) != Course::goes_on_damaged) return;
+  const bool is_of_skip = verdict.decision.kind == DecisionKind::skip_batch;
+  if (course_of(verdict) != Course::goes_on_damaged || is_of_skip) return;
   add_row(rows, "then",
-          "start it with NANLOCATOR_ON_BAD=stop, so that it stops if this comes again");
+          std::string(verdict.decision.kind == DecisionKind::do_not_restart ? "when it is mended, "
+                                                                            : "") +
+              "start it with NANLOCATOR_ON_BAD=stop, so that it stops if this comes again");
 }
 
 void add_skip(const Verdict& verdict, Rows& rows) {
   if (verdict.decision.kind != DecisionKind::skip_batch) return;
-  add_row(
-      rows, "skip",
-      "the batch of " + step_text(verdict.iteration) + sample_text(verdict) +
-          " by what the training code has for it (its sampler's state, a list of steps); if it has "
-          "nothing or you do not know it: leave it down, page the " +
-          person_of(verdict.decision.ticket));
+  add_row(rows, "skip",
+          "start it with NANLOCATOR_ON_BAD=skip: " + step_text(verdict.iteration) +
+              " goes without an update (its batch is bad" + sample_text(verdict) +
+              "), as any other bad step will, with a WARNING each; at the next planned restart "
+              "without it");
 }
 
 /// The devices' error counters, and what they change.
@@ -446,9 +574,11 @@ static void add_counters(const Verdict& verdict, const std::vector<std::string>&
                                                 : ", from a checkpoint found finite";
   }
   add_row(rows, "check",
-          std::string(is_running ? "on " : "FIRST, on ") + joined(hosts) + ": " + kErrorCounters);
+          std::string(is_running ? "on " : "FIRST, on ") + joined(hosts) + ": " +
+              error_counters_of(verdict));
   add_row(rows, "if errors",
-          "uncorrectable volatile counts above 0, or NVRM lines since the job began: " +
+          "uncorrectable volatile counts above 0, or NVRM lines since the job began" +
+              began_text(verdict) + ", or neither can be read: " +
               std::string(is_running ? "end it at its next checkpoint, restart " : "restart ") +
               without +
               (decision.ticket == Owner::cluster_operator ? "" : "; ticket cluster on-call") +
@@ -468,11 +598,11 @@ void add_check(const Verdict& verdict, Rows& rows) {
   const std::string suspects = is_suspected ? suspects_text(verdict) : joined(hosts);
   if (decision.is_to_check && !is_suspected) {
     add_row(rows, "if finite",
-            "the checkpoint that this run had loaded: it was damaged in memory, so before the "
-            "restart on " +
-                joined(hosts) + ": " + kErrorCounters + "; with errors restart without " +
+            loaded_by_run(verdict) + ": it was damaged in memory, so before the restart on " +
+                joined(hosts) + ": " + error_counters_of(verdict) +
+                "; with errors restart without " +
                 (hosts.size() > 1 ? "the one that has them" : "it") +
-                " and ticket cluster on-call, without errors restart as before");
+                " and ticket cluster on-call, without errors restart on the same hosts");
     return add_again(verdict, rows);
   }
   if (!is_suspected || !leaves_suspects_out(decision)) {
@@ -480,7 +610,8 @@ void add_check(const Verdict& verdict, Rows& rows) {
     if (decision.kind == DecisionKind::do_not_restart) return;
     if (!is_suspected || !is_to_look_first(verdict)) return add_again(verdict, rows);
     add_row(rows, "if AGAIN",
-            "on " + joined(hosts) + ": restart without " + (hosts.size() > 1 ? "them" : "it") +
+            "on " + joined(hosts) + ": restart once more, without " +
+                (hosts.size() > 1 ? "them" : "it") +
                 (decision.kind == DecisionKind::none_needed
                      ? "; on other hosts: page the "
                      : "; on other hosts: leave it down, page the ") +
@@ -490,22 +621,31 @@ void add_check(const Verdict& verdict, Rows& rows) {
   if (verdict.launch && verdict.launch->scheduler == "slurm") {
     std::string excluded;
     for (const std::string& host : hosts) append_item(excluded, host, ",");
-    add_row(rows, "exclude", "sbatch --exclude=" + excluded);
+    add_row(rows, "exclude",
+            "sbatch --exclude=" + excluded +
+                "; and keep other jobs off it: scontrol update NodeName=" + excluded +
+                " State=DRAIN Reason=" + shell_word("job-" + verdict.launch->job_id));
   }
   add_row(rows, "check",
-          check_of_hosts(hosts, verdict.layout->ranks_per_host) + "   (on " + joined(hosts) +
-              (hosts.size() > 1 ? ", started on each" : "") +
-              ", out of the job; the restart does not wait for it)");
+          "cluster on-call, on " + joined(hosts) + (hosts.size() > 1 ? " (started on each)" : "") +
+              ", out of the job: " + check_of_hosts(hosts, verdict.layout->ranks_per_host) +
+              "   (links, memory and arithmetic; the restart does not wait for it)");
   add_row(rows, "if FAIL", "what it names stays out until it is repaired");
   if (decision.recurrence == Recurrence::same_device) {
-    add_row(rows, "if PASS", suspects + " stays out all the same: this was its second event");
-    return;
+    add_row(rows, "if PASS",
+            suspects +
+                " stays out all the same, as this was its second event, until "
+                "cluster on-call has repaired it");
+  } else {
+    add_row(rows, "if PASS", suspects + " may come back; a second event there takes it out");
   }
-  add_row(rows, "if PASS",
-          suspects +
-              " may come back; a second event there takes it out; the same "
-              "elsewhere: the code or a shared link");
   add_row(rows, "if AGAIN", "on other hosts: leave it down, page the " + author_of_code(decision));
+}
+
+/// True if the operators of an origin are fused into a kernel that torch.compile has made.
+static bool is_of_compiled_code(const Verdict& verdict) {
+  return std::ranges::any_of(
+      verdict.origins, [](const Origin& origin) { return origin.op.starts_with("inductor::"); });
 }
 
 void add_trace(const Verdict& verdict, Rows& rows) {
@@ -513,7 +653,9 @@ void add_trace(const Verdict& verdict, Rows& rows) {
   const CheckpointFile* const file = checkpoint_to_load(verdict);
   const std::int64_t steps = file == nullptr ? 0 : verdict.iteration - file->step;
   add_row(rows, "trace",
-          "NANLOCATOR_LEVEL=operators in the job's environment, from " +
+          std::string("NANLOCATOR_LEVEL=operators") +
+              (is_of_compiled_code(verdict) ? " and TORCH_COMPILE_DISABLE=1" : "") +
+              " in the job's environment, from " +
               (file == nullptr
                    ? std::string("the checkpoint")
                    : file->name + " (" +
@@ -522,11 +664,11 @@ void add_trace(const Verdict& verdict, Rows& rows) {
                          ")") +
               "; its steps take longer");
   add_row(rows, "if AGAIN",
-          "it stops there, and its own block names the operator and whom to page");
-  add_row(
-      rows, "if finite",
-      "it passes " + step_text(verdict.iteration) +
-          ": let it write its next checkpoint, end it, take the variable out, restart from that");
+          "it stops there; act on its own block, which names the operator and whom to page");
+  add_row(rows, "if finite",
+          "it passes " + step_text(verdict.iteration) +
+              ": let it write its next checkpoint, end it, take out what was added to the "
+              "environment, restart from that");
 }
 
 }  // namespace nanlocator::inline report_room

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,7 +22,14 @@ void add_row(Rows& rows, const char* label, std::string text);
 /// The origin from which the decision follows; null without one.
 [[nodiscard]] const Origin* deciding_origin(const Verdict& verdict);
 
+/// Weights may have grown for many steps before an operator overflowed: finite is not good.
+[[nodiscard]] bool may_be_of_large_weights(const Origin& origin);
+/// Of the module's; nullopt if they are not known.
+[[nodiscard]] std::optional<double> largest_weight_of(const Origin& origin);
+
 // The first line and the line of five (narrative.hpp).
+/// Ranks that did not answer: what their log says comes first.
+[[nodiscard]] bool is_by_the_log(const Verdict& verdict);
 [[nodiscard]] std::string severity_of(const Verdict& verdict);
 [[nodiscard]] std::string action_text_of(const Verdict& verdict);
 [[nodiscard]] std::string restart_word_of(const Verdict& verdict);
@@ -39,6 +47,7 @@ void add_trace(const Verdict& verdict, Rows& rows);
 /// A look at the devices' counters decides on which hosts it is restarted.
 [[nodiscard]] bool is_to_look_first(const Verdict& verdict);
 /// A job that has trained on bad weights is to stop the next time.
+void add_limit(const Verdict& verdict, Rows& rows);
 void add_policy(const Verdict& verdict, Rows& rows);
 /// How the batch is left out: a job knows its own way.
 void add_skip(const Verdict& verdict, Rows& rows);

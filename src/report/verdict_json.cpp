@@ -96,11 +96,11 @@ constexpr auto json_fields(const CheckpointFile*) {
 
 constexpr auto json_fields(const Launch*) {
   using L = Launch;
-  return std::tuple(JsonOrNull("found", &L::found), JsonOrNull("scheduler", &L::scheduler),
-                    JsonOrNull("job_id", &L::job_id), JsonOrNull("job_name", &L::job_name),
-                    JsonField("attempt", &L::attempt),
-                    JsonOrNull("checkpoint_dir", &L::checkpoint_dir),
-                    JsonField("checkpoints", &L::checkpoints));
+  return std::tuple(
+      JsonOrNull("found", &L::found), JsonOrNull("scheduler", &L::scheduler),
+      JsonOrNull("job_id", &L::job_id), JsonOrNull("job_name", &L::job_name),
+      JsonField("attempt", &L::attempt), JsonOrNull("checkpoint_dir", &L::checkpoint_dir),
+      JsonField("checkpoints", &L::checkpoints), JsonAdded(JsonOrNull("loaded", &L::loaded)));
 }
 
 constexpr auto json_fields(const JobLayout*) {

@@ -5,11 +5,14 @@
 #include <charconv>
 #include <cstdlib>
 #include <fstream>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <system_error>
+#include <utility>
 
+#include "nanlocator/step/loaded_checkpoint.hpp"
 #include "step/run_directory.hpp"
 
 namespace nanlocator::inline step_room {
@@ -52,7 +55,23 @@ std::optional<std::int64_t> latest_finished(const fs::path& folder) {
   return number_at(text);
 }
 
+std::mutex loaded_mutex;
+std::string loaded_path;
+
+/// The first name below `folder` of what was loaded; "" if that lies elsewhere.
+std::string loaded_from(const fs::path& folder) {
+  const std::lock_guard lock(loaded_mutex);
+  const fs::path below = fs::path(loaded_path).lexically_relative(folder);
+  return below.empty() || *below.begin() == ".." || *below.begin() == "." ? ""
+                                                                          : below.begin()->string();
+}
+
 }  // namespace
+
+void note_loaded_checkpoint(std::string path) {
+  const std::lock_guard lock(loaded_mutex);
+  loaded_path = std::move(path);
+}
 
 std::vector<CheckpointFile> checkpoints_in(const fs::path& folder, std::int64_t iteration) {
   constexpr int kMostEntries = 100'000;
@@ -97,6 +116,7 @@ Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t ite
     if (checkpoint_dir.empty()) return launch;
     launch.checkpoint_dir = fs::absolute(checkpoint_dir).lexically_normal().string();
     launch.checkpoints = checkpoints_in(checkpoint_dir, iteration);
+    launch.loaded = loaded_from(launch.checkpoint_dir);
   } catch (const std::exception&) {  // what is missing is said to be unknown
   }
   return launch;

@@ -379,7 +379,7 @@ struct Experiment {
 constexpr Experiment kReproducing[] = {
     {[](const RerunPasses&, const Evidence&) { return true; },
      [](const RerunPasses& passes, const Evidence&) {
-       return passes.framework->has_compiled_parts();
+       return passes.framework->has_compiled_parts() && !passes.step->repeats_compiled_code();
      },
      run_eagerly},
     {[](const RerunPasses&, const Evidence& evidence) { return !evidence.is_eager; }, nullptr,

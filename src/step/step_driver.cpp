@@ -198,7 +198,7 @@ struct StepDriver::Impl {
     if (!locator.has_bad_update()) return std::nullopt;
     std::uint64_t writes = 0;
     for (const auto& [name, tensor] : framework->parameters()) {
-      writes = writes * 31 + (tensor.is_inference() ? 0 : tensor._version());
+      writes = writes * 31 + version_of(tensor);
     }
     return writes;
   }

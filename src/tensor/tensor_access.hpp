@@ -27,6 +27,11 @@ namespace nanlocator::inline tensor_room {
 /// freed under the tensor, as Megatron-Core frees the data of pipeline outputs that were sent.
 [[nodiscard]] bool is_backed(const at::Tensor& tensor);
 
+/// The number of writes to it; 0 for an inference tensor, whose writes are not counted.
+[[nodiscard]] inline std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : tensor._version();
+}
+
 /// The offset in its storage of the byte behind the last element of a strided tensor.
 [[nodiscard]] std::int64_t end_in_storage(const at::Tensor& tensor);
 

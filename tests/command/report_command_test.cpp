@@ -101,7 +101,7 @@ TEST_F(ReportCommand, PrintsTheVerdictWithoutColoursInAPipe) {
   EXPECT_THAT(
       result.out,
       StartsWith("nanlocator ERROR[needs_trace] step 7: RESTART TRACED\n"
-                 "  restart ONLY TRACED | hosts as before | load the newest | page nobody | "
+                 "  restart ONLY TRACED | hosts unchanged | load the newest | page nobody | "
                  "ticket model author\n"));
   EXPECT_THAT(result.out, HasSubstr("NaN (non-finite) in 1 of 32 elements from [2, 1]"));
   EXPECT_THAT(result.out, Not(HasSubstr("\x1b")));

@@ -61,9 +61,9 @@ TEST(JobState, ABadWeightNeedsACheckpointFromBeforeItWasBad) {
   EXPECT_EQ(known.restart_before, 10) << "what was saved after step 9 was finite";
 }
 
-TEST(JobState, ATensorThatAModuleKeepsIsInNoCheckpoint) {
+TEST(JobState, ATensorThatAModuleKeepsMayBeInACheckpoint) {
   Origin kept = origin_of(Cause::bad_buffer, Phase::forward);
-  EXPECT_EQ(state_of({kept}, true).restart, Restart::unknown);
+  EXPECT_EQ(state_of({kept}, true).restart, Restart::check_first);
   kept.parameter = "norm.running_mean";
   EXPECT_EQ(state_of({kept}, true).restart, Restart::check_first);
 }

@@ -1,8 +1,7 @@
 """Faults on Megatron-Core of which the verdict accuses something that is innocent.
 
-A test that is marked xfail states what is right, and its reason what is accused instead. The truth is the
-fault's own record of its action (`planted`), never the verdict. Faults of one layout share a run, in which
-each iteration plants another one and is undone; each recurs in every execution of its step.
+The truth is the fault's own record of its action (`planted`), never the verdict. Faults of one layout share a
+run, in which each iteration plants another one and is undone; each recurs in every execution of its step.
 """
 
 from __future__ import annotations
@@ -17,11 +16,6 @@ SMALL = {"hidden": 32, "sequence": 16, "num_microbatches": 2, "layers": 2}
 OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 3000}
 LAYER = "decoder.layers.1"
 FIRST = 2  # iteration of a run's first fault
-
-
-def accuses(reason: str) -> pytest.MarkDecorator:
-    """For a verdict that is wrong today."""
-    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
 
 
 def overwritten_gradient(parameter: str) -> dict:
@@ -210,11 +204,7 @@ def test_a_gather_that_is_wrong_on_one_member_is_named(incident_of):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        "tp2",
-        "tp2_dp2",
-        pytest.param("tp2_sequence_parallel", marks=accuses("the reduce-scatter: collective_result")),
-    ],
+    ["tp2", "tp2_dp2", "tp2_sequence_parallel"],
 )
 def test_a_sum_that_overflows_in_one_element_is_no_fault_of_the_collective(incident_of, layout):
     incident = incident_of(layout, "sum")

@@ -218,3 +218,27 @@ def test_wrong_use_exits_with_2_and_one_line(script, arguments):
 def test_help_has_examples():
     done = run("-m", "nanlocator", "--help")
     assert done.returncode == 0 and "torchrun --nproc-per-node" in done.stdout
+
+
+RESUMED = """
+import torch
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for step in (100, 200):
+    if step == 200:
+        model.weight.data[0, 2] = float("nan")
+    torch.save(model.state_dict(), f"checkpoints/step_{step}.pt")
+model.load_state_dict(torch.load("checkpoints/step_200.pt"))
+for step in range(300):
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_the_checkpoint_that_a_script_has_loaded_is_named():
+    Path("checkpoints").mkdir()
+    Path("script.py").write_text(RESUMED)
+    done = run("-m", "nanlocator", "--checkpoint-dir", "checkpoints", "script.py", start=interpreter)
+    said = " ".join(done.stderr.split())
+    assert "step_200.pt, which this run had loaded: it was damaged in memory" in said, done.stderr

@@ -662,7 +662,7 @@ def test_a_learning_rate_that_stays_nan_is_named():
     optimizer.param_groups[0]["lr"] = math.nan
     verdict = verdict_of(model, lambda _: model(torch.ones(2, 4)).square().mean(), optimizer=optimizer)
     assert verdict["decision"]["kind"] == "DO_NOT_RESTART"
-    assert any("learning rate of it is NaN" in each for each in the_origin(verdict)["evidence"])
+    assert any("learning rate of it was NaN" in each for each in the_origin(verdict)["evidence"])
 
 
 def test_a_learning_rate_that_was_infinite_for_one_update_is_named():
@@ -678,6 +678,44 @@ def test_a_learning_rate_that_was_infinite_for_one_update_is_named():
     verdict = verdict_of(model, loss_of, steps=4, optimizer=optimizer)
     assert verdict["decision"]["kind"] == "DO_NOT_RESTART"
     assert verdict["narrative"]["code"] == "bad_update"
+
+
+@pytest.mark.parametrize("decay", [0.5, math.nan], ids=["healthy", "spoilt"])
+def test_weights_that_the_program_itself_has_written_are_told_with_its_line(decay):
+    model = nn.Linear(4, 1)
+    average = {name: weight.clone() for name, weight in model.state_dict().items()}
+
+    def loss_of(step):
+        for name, weight in model.state_dict().items():
+            average[name] = decay * average[name] + (1 - decay) * weight
+        if step == 2:
+            model.load_state_dict(average)  # here
+        return model(torch.ones(2, 4)).square().mean()
+
+    verdict = verdict_of(model, loss_of, steps=4)
+    if decay == 0.5:
+        assert verdict is None
+        return
+    origin = the_origin(verdict)
+    assert (origin["cause"], origin["detail"]) == ("bad_weight", "made_earlier")
+    assert origin["code"]["text"].endswith("# here")
+    assert (origin["alternatives"], verdict["narrative"]["code"]) == ([], "written_weight")
+
+
+def test_a_weight_that_an_update_has_written_since_is_none_of_the_programs():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss_of(step):
+        with torch.no_grad():
+            model.weight.copy_(torch.ones(1, 4))
+        if step == 1:
+            optimizer.param_groups[0]["weight_decay"] = math.inf
+        return model(torch.ones(2, 4)).square().mean() + (step == 2) * model.bias.sum()
+
+    verdict = verdict_of(model, loss_of, steps=4, optimizer=optimizer)
+    assert the_origin(verdict)["parameter"] == "bias"
+    assert the_origin(verdict)["detail"] is None
 
 
 class Masked(torch.autograd.Function):

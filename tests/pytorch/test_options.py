@@ -170,7 +170,7 @@ ELSEWHERE = {
     # The outcome of a policy; an activity; a field that kOptionFields does not list.
     "integrations/bindings/module.cpp": ["on_bad", "rerun", "on_finding"],
     # Keys of a verdict, and a variable for a restarted job.
-    "integrations/nanlocator/next_steps/plan.py": ["level", "checkpoint_dir"],
+    "integrations/nanlocator/next_steps/plan.py": ["level", "checkpoint_dir", "on_bad"],
     "integrations/nanlocator/next_steps/program.py": ["checkpoint_dir"],
 }
 

@@ -90,7 +90,7 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
       format_verdict(division_by_zero(), {.run_dir = "/runs/a0"}),
       R"(nanlocator ERROR[div_zero] 2026-11-27 02:58 UTC job 88213 gpt-moe, step 2: LEAVE IT DOWN, PAGE THE MODEL AUTHOR
   restart NO | hosts none suspected | load nothing now | page model author | ticket none
-  plan:        nanlocator next /runs/a0   (prints these orders as of now, with the job and its checkpoints looked up)
+  plan:        nanlocator next /runs/a0   (run it first: it makes these orders anew, with the job and checkpoints as they are by then; if you cannot, do as below)
   what:        division by zero: torch.div in decoder.layers.2.mlp.router on rank 3 = a17:GPU3 gave -Inf
                (non-finite) in 4 of 128 elements from [0, 0]; it reached the gradients of 1 parameter on 2
                ranks
@@ -98,8 +98,8 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
                gives it again, in float64, too; every input was finite
   state:       stopped before the update of step 2; weights finite, as after step 1; a restart fails again
                until it is mended
-  checkpoint:  when it is mended, LOAD /ckpt/run17/iter_0000001 (after step 1): no NaN or Inf can have been
-               saved
+  checkpoint:  when it is mended, LOAD /ckpt/run17/iter_0000001 (after step 1, the newest): no NaN or Inf can
+               have been saved
   --- for the model author
   model/router.py:515 in gate, forward, microbatch 1 (rank 3 = a17:GPU3)
   515 |  return t / denominator
@@ -158,10 +158,11 @@ TEST(Narrative, ASilentRankIsNamedWithItsHost) {
   verdict.silent_ranks = {11};
   verdict.layout->mentioned.push_back(place_of_rank(11));
   const Narrative told = narrative_of(verdict);
-  EXPECT_EQ(told.action,
-            "READ THE LOG OF RANK 11 ON a18 FIRST, THEN LEAVE IT DOWN, PAGE THE MODEL AUTHOR");
+  EXPECT_EQ(
+      told.action,
+      "READ THE LOG OF RANK 11 ON a18; IF NOTHING IS THERE: LEAVE IT DOWN, PAGE THE MODEL AUTHOR");
   EXPECT_THAT(told.rows,
-              Contains(Pair("silent", HasSubstr("no answer from rank 11 = a18:GPU3: its log"))));
+              Contains(Pair("silent", HasSubstr("no answer from rank 11 = a18:GPU3: read its"))));
 }
 
 Verdict bad_sample() {
@@ -181,9 +182,9 @@ TEST(Narrative, ABatchIsSkippedAndItsSampleIsNamed) {
   const Narrative told = narrative_of(bad_sample());
   EXPECT_EQ(told.action, "RESTART, SKIPPING THIS BATCH");
   EXPECT_THAT(told.rows,
-              Contains(Pair("skip", HasSubstr("the batch of step 2, first bad in sample 6 "
-                                              "of 8 of microbatch 1 on rank 3 = "
-                                              "a17:GPU3, by what the training code has"))));
+              Contains(Pair("skip", HasSubstr("NANLOCATOR_ON_BAD=skip: step 2 goes without an "
+                                              "update (its batch is bad, first in sample 6 of 8 of "
+                                              "microbatch 1 on rank 3 = a17:GPU3)"))));
 }
 
 /// The weights are bad by now, and the same batch would make them bad again.
@@ -229,9 +230,10 @@ TEST(Narrative, SuspectedHostsAreNamedWithTheirGpusAndACheck) {
                                               "a18:GPU3 in decoder.layers.2.mlp.router returned "
                                               "-Inf (non-finite)"))));
   EXPECT_THAT(told.rows, Contains(Pair("cause", HasSubstr("hardware or code, open"))));
-  EXPECT_THAT(told.rows,
-              Contains(Pair("check", HasSubstr("nanlocator netcheck --nproc-per-node 8   (on a17, "
-                                               "out of the job"))));
+  EXPECT_THAT(
+      told.rows,
+      Contains(Pair("check", HasSubstr("cluster on-call, on a17, out of the job: nanlocator "
+                                       "netcheck --nproc-per-node 8"))));
   EXPECT_THAT(told.rows, Contains(Key("if FAIL")));
   EXPECT_THAT(told.rows, Contains(Key("if PASS")));
 }
@@ -293,12 +295,13 @@ TEST(Narrative, CheckpointsThatHoldTheFaultAreNeverLoaded) {
   verdict.decision = decide(verdict);
   const Narrative told = narrative_of(verdict);
   EXPECT_EQ(told.action, "CHECK a17, THEN RESTART FROM iter_0000600");
-  EXPECT_THAT(told.rows,
-              Contains(Pair("checkpoint",
-                            HasSubstr("LOAD /ckpt/run17/iter_0000600 (after step 600), once "
-                                      "nanlocator check-checkpoint "
-                                      "/ckpt/run17/iter_0000600 finds it finite, else the "
-                                      "one before, NEVER LOAD iter_0000700 or anything newer"))));
+  EXPECT_THAT(
+      told.rows,
+      Contains(Pair("checkpoint", HasSubstr("NEVER LOAD iter_0000700 or anything newer; LOAD "
+                                            "/ckpt/run17/iter_0000600 (after step 600), once "
+                                            "nanlocator check-checkpoint "
+                                            "/ckpt/run17/iter_0000600 finds it finite, else the "
+                                            "one before"))));
 }
 
 TEST(Narrative, ACleanAndAnEmptyVerdictSaySo) {

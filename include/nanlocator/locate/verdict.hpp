@@ -148,6 +148,7 @@ struct Launch {
   int attempt = 0;  // of this run: restarts so far
   std::string checkpoint_dir;
   std::vector<CheckpointFile> checkpoints;  // the newest first, the latest kMostCheckpoints
+  std::string loaded;  // the name in it of what this process loaded last; "" if that is not known
 };
 inline constexpr std::size_t kMostCheckpoints = 16;
 

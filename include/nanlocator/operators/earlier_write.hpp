@@ -23,7 +23,8 @@ struct EarlierWrite {
 };
 
 /// Tells the running trace: a bad value in this memory was made or received there, so it is neither
-/// data nor kept by a module. Does nothing for declared tensors, and without a trace. Any thread.
+/// data nor kept by a module. Of declared tensors, only parameters get a writer. Does nothing
+/// without a trace. Any thread.
 void note_earlier_write(const at::Tensor& tensor, const EarlierWrite& write);
 
 /// While one lives, the collectives that observers on this thread see are not executed: what they

@@ -157,6 +157,8 @@ class StepPass {
   [[nodiscard]] virtual std::vector<std::string> changed_data() { return {}; }
   /// True if the program reduced gradients by collectives of its own, which `run` leaves out.
   [[nodiscard]] virtual bool leaves_out_reduction() { return false; }
+  /// True if a re-run calls code that torch.compile has made also where it is to run eagerly.
+  [[nodiscard]] virtual bool repeats_compiled_code() { return false; }
   /// Why it cannot be executed again, a clause ("a tensor ... was overwritten"); "" if it can.
   /// Called if the pass is bad. nullopt, on all ranks alike: passes of this kind always can.
   [[nodiscard]] virtual std::optional<std::string> obstacle() { return std::nullopt; }

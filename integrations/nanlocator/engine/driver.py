@@ -192,6 +192,10 @@ class Pass:
         """Whether the program reduced gradients by collectives of its own, which a re-run leaves out."""
         return False
 
+    def repeats_compiled_code(self) -> bool:
+        """Whether a re-run calls code that torch.compile has made, also where it is to run eagerly."""
+        return False
+
     def obstacle(self) -> str | None:
         """Why the pass cannot be executed again, as a clause. "": it can. None: it always can, on all ranks
         alike."""

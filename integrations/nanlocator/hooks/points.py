@@ -397,6 +397,7 @@ KERNEL_LAUNCHES = tuple(
 # --- Megatron-Core -----------------------------------------------------------------------------------
 
 _MEGATRON = "megatron.locator"
+TORCH_LOAD = _row("torch", "load", "engine.loaded_checkpoint", "which checkpoint a script has loaded")
 MEGATRON_OPTIMIZER = _row(
     "megatron.core.optimizer", "get_megatron_optimizer", "megatron.scripts", "models of an unedited script"
 )

@@ -543,6 +543,10 @@ class StepRecorder:
         called.pop()
         return len(called) > 1 and all(each == called[0] for each in called)
 
+    def repeats_compiled_code(self) -> bool:
+        payloads = [event.payload for event in self._engine.needed()]
+        return any(isinstance(each, _FunctionCall) and each.is_compiled for each in payloads)
+
     @property
     def number_of_microbatches(self) -> int | None:
         events = self._engine.needed()
@@ -684,6 +688,10 @@ class _FunctionCall:
         self._by_reference = {id(tensor) for tensor, _ in by_reference}
         self._generators = _Generators()
 
+    @property
+    def is_compiled(self) -> bool:
+        return self._function.__name__ == "CompiledFunction"  # torch/_functorch/_aot_autograd
+
     def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor | None]:
         self._generators.restore()
         args, kwargs = _given((self._args, self._kwargs), replay, self._by_reference)
@@ -808,6 +816,9 @@ class RecordedPass(PlainPass):
     def run_again(self) -> Named:
         with self._adapter.naming_modules():
             return self._recorder.run_again()
+
+    def repeats_compiled_code(self) -> bool:
+        return self._recorder.repeats_compiled_code()
 
     def obstacle(self) -> str:
         if any(

@@ -375,13 +375,11 @@ class _Planner:
         without = f" without {', '.join(self._out)}" if self._out else ""
         command, note = self._submit(self._out)
         step = self._run.verdict.get("iteration")
-        if self._kind == "SKIP_BATCH":
-            command = ""
-            skip = f"Megatron-LM's --iterations-to-skip {step}, else in the data"
-            note = f"leave out the batch of step {step}: {skip}"
         do = f"restart it{without}{loads}"
+        if self._kind == "SKIP_BATCH":
+            do += f", with {self._added()}, so that step {step} goes without an update"
         if self._is_traced:
-            do += f", with NANLOCATOR_LEVEL=operators, up to step {step}"
+            do += f", with {self._added()}, up to step {step}"
         self._plan.steps.append(
             Step(
                 do + (f" ({note})" if note else ""),
@@ -398,7 +396,7 @@ class _Planner:
     def _submit(self, without: list[str]) -> tuple[str, str]:
         """The command, and what there is to say if it is not known."""
         job = self._seen.job
-        if job is not None and job.state == "waiting" and not self._is_traced:
+        if job is not None and job.state == "waiting" and not self._added():
             release = _words("scontrol", "release", job.id)
             if not without:
                 return release, ""
@@ -414,9 +412,15 @@ class _Planner:
         if job is None or len(words) < 2 or Path(words[0]).name != "sbatch" or (has_own and without):
             return "", f"{by_hand}: how it was started is not known here" if not has_own else by_hand
         excluded = [f"--exclude={','.join(dict.fromkeys([*job.excluded, *without]))}"] if without else []
-        level = "NANLOCATOR_LEVEL=operators " if self._is_traced else ""
+        added = f"{self._added()} ".lstrip()
         folder = f"cd {shlex.quote(job.folder)} && " if job.folder else ""
-        return folder + level + shlex.join([words[0], *excluded, *words[1:]]), ""
+        return folder + added + shlex.join([words[0], *excluded, *words[1:]]), ""
+
+    def _added(self) -> str:
+        """What the restart has in its environment beside what it had."""
+        if self._is_traced:
+            return "NANLOCATOR_LEVEL=operators"
+        return "NANLOCATOR_ON_BAD=skip" if self._kind == "SKIP_BATCH" else ""
 
 
 def _by(job: Job) -> str:

@@ -237,13 +237,18 @@ class Births {
   static void judge_sum(Born& each) {
     Origin& origin = each.origin;
     const Fact& received = origin.facts.front();
-    const bool is_known =
-        received.kind == FactKind::came_from_collective && origin.tensor &&
-        origin.tensor->nan == 0 && !received.peers.empty() &&
-        std::ranges::all_of(received.peers, [&](int rank) { return each.addends.contains(rank); });
-    if (!is_known) return;
-    double sum = 0;
-    for (const auto& [rank, largest] : each.addends) sum += largest;
+    const bool is_inf = received.kind == FactKind::came_from_collective && origin.tensor &&
+                        origin.tensor->nan == 0 && !received.peers.empty();
+    if (!is_inf || each.addends.empty()) return;
+    const std::size_t unknown =
+        received.peers.size() - std::min(received.peers.size(), each.addends.size());
+    if (unknown > 0 && !keeps_a_part(received.op)) return;
+    double sum = 0, most = 0;
+    for (const auto& [rank, largest] : each.addends) {
+      sum += largest;
+      most = std::max(most, largest);
+    }
+    sum += most * static_cast<double>(unknown);  // they keep other elements, which are finite
     auto overflow = sum_beyond_range(sum, received.peers.size(), origin.tensor->dtype);
     if (!overflow) return;
     origin.cause = Cause::collective_sum;

@@ -269,9 +269,12 @@ class CrossingSources {
                         : std::nullopt;
     std::set<int> clean(meeting.givers.begin(), meeting.givers.end());
     for (const int rank : receivers) clean.erase(rank);
-    // A reduce-scatter of gradients gives each member a sum of its own, to which all contribute.
-    const bool is_own_sum = sighting.phase == Phase::grad_reduced && is_sum &&
-                            !gives_all_members_the_same(*meeting.kind) && !clean.empty();
+    // By the addends themselves, not by how large the rest of the sum is.
+    const bool is_known_to_overflow = overflow && overflow->kind == FactKind::sum_may_exceed_range;
+    // A reduce-scatter gives each member a sum of its own, to which all contribute.
+    const bool is_own_sum = is_sum && !gives_all_members_the_same(*meeting.kind) &&
+                            !clean.empty() &&
+                            (sighting.phase == Phase::grad_reduced || is_known_to_overflow);
     const bool is_own_copy = !meeting.receiver && !clean.empty() && !is_own_sum;
     const std::vector<int> received = sorted(receivers);
     const std::vector<int>& candidates = is_own_sum ? meeting.givers : received;
