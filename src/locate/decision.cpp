@@ -102,7 +102,7 @@ Proposal proposal_for(const Origin& origin) {
       if (origin.detail == Detail::rewritten) {
         return {DecisionKind::restart_as_is, Owner::model_author};
       }
-      return {DecisionKind::skip_batch, Owner::data};
+      [[fallthrough]];
     case Cause::empty_loss_mask:
       return {DecisionKind::skip_batch, Owner::data};
     case Cause::loss_scale:

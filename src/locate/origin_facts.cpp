@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <limits>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
@@ -50,21 +51,17 @@ std::optional<double> largest_sent(const RankEvidence& rank, const Sighting& rec
 std::optional<double> sum_of_maxima(const Incident& incident, const Sighting& received,
                                     const std::vector<int>& members,
                                     const std::set<std::string_view>& parameters) {
-  double sum = 0, most = 0;
-  int unknown = 0;
+  std::vector<double> known;
   for (const int member : members) {
     const RankEvidence* const rank = incident.find(member);
     if (rank == nullptr) return std::nullopt;
     const bool is_of_gradients = received.phase > Phase::grad_local;
     const auto largest =
         is_of_gradients ? largest_gradient(*rank, parameters) : largest_sent(*rank, received);
-    if (!largest && (is_of_gradients || !keeps_a_part(received.op))) return std::nullopt;
-    sum += largest.value_or(0);
-    most = std::max(most, largest.value_or(0));
-    unknown += largest ? 0 : 1;
+    if (!largest && is_of_gradients) return std::nullopt;
+    if (largest) known.push_back(*largest);
   }
-  if (most == 0) return std::nullopt;
-  return sum + most * unknown;
+  return sum_of_addends(known, members.size(), received.op);
 }
 
 bool watches_gathers(const Ledger& ledger, const RankList& members) {
@@ -75,8 +72,13 @@ bool watches_gathers(const Ledger& ledger, const RankList& members) {
 
 }  // namespace
 
-bool keeps_a_part(std::string_view op) {
-  return collective_kind_of(op) == CollectiveKind::reduce_scatter;
+std::optional<double> sum_of_addends(std::span<const double> known, std::size_t members,
+                                     std::string_view op) {
+  if (known.empty()) return std::nullopt;
+  const bool keeps_parts = collective_kind_of(op) == CollectiveKind::reduce_scatter;
+  if (known.size() < members && !keeps_parts) return std::nullopt;
+  const auto unknown = static_cast<double>(members - std::min(members, known.size()));
+  return std::accumulate(known.begin(), known.end(), 0.0) + unknown * std::ranges::max(known);
 }
 
 std::int64_t numel_of(const std::vector<std::int64_t>& shape) {

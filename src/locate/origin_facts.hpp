@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -21,9 +22,11 @@ namespace nanlocator::inline locate_room {
 [[nodiscard]] Direction direction_of(Phase phase) noexcept;
 /// For a tensor with Inf and no NaN whose finite elements come close to its dtype's largest.
 [[nodiscard]] std::optional<Fact> near_overflow(const Sighting& sighting);
-/// True for a reduce-scatter. A member whose part is finite has not noted what it put in: its
-/// addend counts as the largest that is known.
-[[nodiscard]] bool keeps_a_part(std::string_view op);
+/// What the largest addends of `members` ranks add up to; nullopt if one is not known. In a
+/// reduce-scatter a member whose part is finite has not noted what it put in: its addend counts as
+/// the largest that is known.
+[[nodiscard]] std::optional<double> sum_of_addends(std::span<const double> known,
+                                                   std::size_t members, std::string_view op);
 /// For Inf without NaN in the sum of the members' finite addends, if it may have overflowed: by the
 /// maxima of the addends (gradients before their reduction: those of `parameters`, or of all if
 /// that is empty), if they are known; else the sum's finite elements give a hint.

@@ -25,9 +25,8 @@ std::vector<at::Tensor> RecordedParameters::changed_weights() const {
 }
 
 void RecordedParameters::note_program_write(const at::Tensor& tensor, EarlierWrite write) {
-  const auto* const parameter = tensor.unsafeGetTensorImpl();
-  if (!members_.contains(parameter)) return;
-  program_writes_.insert_or_assign(parameter, ProgramWrite{std::move(write), version_of(tensor)});
+  program_writes_.insert_or_assign(tensor.unsafeGetTensorImpl(),
+                                   ProgramWrite{std::move(write), version_of(tensor)});
 }
 
 void RecordedParameters::tell_traces() const {

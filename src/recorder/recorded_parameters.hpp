@@ -25,7 +25,10 @@ class RecordedParameters {
   [[nodiscard]] std::vector<at::Tensor> changed_weights() const;
   [[nodiscard]] const at::Tensor& operator[](std::size_t index) const { return parameters_[index]; }
 
-  /// The program itself has written to all of this parameter; nothing happens for another tensor.
+  [[nodiscard]] bool contain(const at::Tensor& tensor) const {
+    return members_.contains(tensor.unsafeGetTensorImpl());
+  }
+  /// The program itself has written to all of this parameter.
   void note_program_write(const at::Tensor& tensor, EarlierWrite write);
   /// Tells operator traces of weights that nothing else has written to since.
   void tell_traces() const;

@@ -159,7 +159,7 @@ std::string what_of(const Verdict& verdict, const Origin* origin) {
                                : ""},
               {"climb", climb_of(*origin)},
               {"recorded",
-               origin->op.starts_with("inductor::")
+               is_of_compiled_code(*origin)
                    ? "made in a kernel that torch.compile has fused: which operator is not known"
                    : "the operator was not recorded"},
               {"who", ranks_place_of(verdict, origin->candidates)},

@@ -642,10 +642,8 @@ void add_check(const Verdict& verdict, Rows& rows) {
   add_row(rows, "if AGAIN", "on other hosts: leave it down, page the " + author_of_code(decision));
 }
 
-/// True if the operators of an origin are fused into a kernel that torch.compile has made.
-static bool is_of_compiled_code(const Verdict& verdict) {
-  return std::ranges::any_of(
-      verdict.origins, [](const Origin& origin) { return origin.op.starts_with("inductor::"); });
+bool is_of_compiled_code(const Origin& origin) {
+  return origin.op.starts_with("inductor::");
 }
 
 void add_trace(const Verdict& verdict, Rows& rows) {
@@ -654,7 +652,9 @@ void add_trace(const Verdict& verdict, Rows& rows) {
   const std::int64_t steps = file == nullptr ? 0 : verdict.iteration - file->step;
   add_row(rows, "trace",
           std::string("NANLOCATOR_LEVEL=operators") +
-              (is_of_compiled_code(verdict) ? " and TORCH_COMPILE_DISABLE=1" : "") +
+              (std::ranges::any_of(verdict.origins, is_of_compiled_code)
+                   ? " and TORCH_COMPILE_DISABLE=1"
+                   : "") +
               " in the job's environment, from " +
               (file == nullptr
                    ? std::string("the checkpoint")

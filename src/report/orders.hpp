@@ -27,9 +27,12 @@ void add_row(Rows& rows, const char* label, std::string text);
 /// Of the module's; nullopt if they are not known.
 [[nodiscard]] std::optional<double> largest_weight_of(const Origin& origin);
 
-// The first line and the line of five (narrative.hpp).
+/// The operators of the origin are fused into a kernel that torch.compile has made.
+[[nodiscard]] bool is_of_compiled_code(const Origin& origin);
 /// Ranks that did not answer: what their log says comes first.
 [[nodiscard]] bool is_by_the_log(const Verdict& verdict);
+
+// The first line and the line of five (narrative.hpp).
 [[nodiscard]] std::string severity_of(const Verdict& verdict);
 [[nodiscard]] std::string action_text_of(const Verdict& verdict);
 [[nodiscard]] std::string restart_word_of(const Verdict& verdict);
@@ -46,10 +49,11 @@ void add_trace(const Verdict& verdict, Rows& rows);
 /// What tells a machine from code, and what its outcomes mean.
 /// A look at the devices' counters decides on which hosts it is restarted.
 [[nodiscard]] bool is_to_look_first(const Verdict& verdict);
-/// A job that has trained on bad weights is to stop the next time.
+/// How many steps may be left out until somebody is paged.
 void add_limit(const Verdict& verdict, Rows& rows);
+/// A job that has trained on bad weights is to stop the next time.
 void add_policy(const Verdict& verdict, Rows& rows);
-/// How the batch is left out: a job knows its own way.
+/// How the batch is left out.
 void add_skip(const Verdict& verdict, Rows& rows);
 void add_check(const Verdict& verdict, Rows& rows);
 

@@ -122,10 +122,11 @@ class ModuleAttributes:
             self._generators_left = [_state_of(each) for each in self._generators]
             self._moved = [f"'{name}' is an iterator" for name in self._iterators()]
         elif self._restored == 2:
+            loaded = self._loaded()
             self._moved += [
                 f"{_shown(kept.path, kept.name)} was set during the step, but is not in its re-run"
                 for kept in self._kept
-                if kept.was_set_by_program and (kept.is_mode or kept.name in self._loaded())
+                if kept.was_set_by_program and (kept.is_mode or kept.name in loaded)
             ]
         for kept in self._kept:
             kept.put(kept.began)

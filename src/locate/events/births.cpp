@@ -239,17 +239,14 @@ class Births {
     const Fact& received = origin.facts.front();
     const bool is_inf = received.kind == FactKind::came_from_collective && origin.tensor &&
                         origin.tensor->nan == 0 && !received.peers.empty();
-    if (!is_inf || each.addends.empty()) return;
-    const std::size_t unknown =
-        received.peers.size() - std::min(received.peers.size(), each.addends.size());
-    if (unknown > 0 && !keeps_a_part(received.op)) return;
-    double sum = 0, most = 0;
+    if (!is_inf) return;
+    std::vector<double> known;  // of the members; other replicas have a sum of their own
     for (const auto& [rank, largest] : each.addends) {
-      sum += largest;
-      most = std::max(most, largest);
+      if (std::ranges::count(received.peers, rank) > 0) known.push_back(largest);
     }
-    sum += most * static_cast<double>(unknown);  // they keep other elements, which are finite
-    auto overflow = sum_beyond_range(sum, received.peers.size(), origin.tensor->dtype);
+    const auto sum = sum_of_addends(known, received.peers.size(), received.op);
+    if (!sum) return;
+    auto overflow = sum_beyond_range(*sum, received.peers.size(), origin.tensor->dtype);
     if (!overflow) return;
     origin.cause = Cause::collective_sum;
     origin.facts.push_back(*std::move(overflow));
