@@ -24,7 +24,7 @@ std::unique_ptr<at::ObserverContext> when_begun(const at::RecordFunction& call) 
   auto* const recorder = recorder_of_this_thread;
   try {
     const auto* info = operator_info(call);
-    const bool is_outermost = recorder != nullptr && depth == 0;
+    const bool is_outermost = recorder != nullptr && !recorder->is_abandoned && depth == 0;
     std::unique_ptr<at::ObserverContext> context;
     if (is_outermost && info != nullptr) context = recorder->start(call, *info);
     if (is_outermost && info == nullptr) context = recorder->start_function(call);
@@ -47,6 +47,14 @@ void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
     recorder_of_this_thread->standing_problem =
         std::string(call.name()) + " could not be recorded: " + first_line(error);
   }
+}
+
+/// Frees the state of this thread's recorder if another thread has destroyed it.
+void free_abandoned() {
+  if (recorder_of_this_thread == nullptr || !recorder_of_this_thread->is_abandoned) return;
+  const std::unique_ptr<StepRecorder::Impl> abandoned(
+      std::exchange(recorder_of_this_thread, nullptr));
+  if (abandoned->paused == 0) at::removeCallback(abandoned->callback);
 }
 
 }  // namespace
@@ -185,6 +193,7 @@ bool StepRecorder::Impl::is_new_data(const at::Tensor& tensor) const {
 
 StepRecorder::StepRecorder(RecorderOptions options)
     : impl_(std::make_unique<Impl>(std::move(options))) {
+  free_abandoned();
   if (recorder_of_this_thread != nullptr) {
     throw UsageError("this thread's operators are recorded already: one recorder at a time");
   }
@@ -193,14 +202,18 @@ StepRecorder::StepRecorder(RecorderOptions options)
   resume();
 }
 
+// Python collects garbage on any of its threads. Only the recorder's own thread can remove the
+// callback and knows that it is not inside it, so the state is left to that thread.
 StepRecorder::~StepRecorder() {
   close();
+  if (!impl_->is_closed) impl_.release()->is_abandoned = true;
 }
 
 void StepRecorder::close() noexcept {
   if (recorder_of_this_thread != impl_.get()) return;
   pause();
   recorder_of_this_thread = nullptr;
+  impl_->is_closed = true;
   impl_->clear();
 }
 

@@ -3,6 +3,7 @@
 
 #include <ATen/record_function.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -75,6 +76,8 @@ struct StepRecorder::Impl {
 
   RecorderOptions options;
   int paused = 0;
+  bool is_closed = false;
+  std::atomic<bool> is_abandoned = false;  // destroyed by another thread
   at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
   std::string standing_problem;
   ModulePath module = nullptr;

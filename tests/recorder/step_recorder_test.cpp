@@ -7,6 +7,8 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <memory>
+#include <thread>
 
 #include "nanlocator/error.hpp"
 
@@ -158,6 +160,15 @@ TEST_F(StepRecorderTest, ANewStepBeginsWithoutTheEventsOfTheOneBefore) {
   recorder.begin_step();
   EXPECT_TRUE(recorder.needed().empty());
   EXPECT_EQ(recorder.backwards(), 0);
+}
+
+TEST(StepRecorderOfAThreadTest, IsDestroyedByAnother) {
+  auto recorder = std::make_unique<StepRecorder>(RecorderOptions{});
+  std::thread([&] { recorder.reset(); }).join();
+  EXPECT_EQ((at::ones(2) + 1).sum().item<double>(), 4.0);  // observed by nobody
+
+  StepRecorder next{RecorderOptions{}};
+  EXPECT_TRUE(next.value_of(at::ones(2) + 1).has_value());
 }
 
 TEST_F(StepRecorderTest, AThreadHasOneRecorderAtATime) {

@@ -80,8 +80,8 @@ struct RecorderOptions {
 
 class StepRecorder {
  public:
-  /// Starts to record this thread's operators; call all methods on this thread. One per thread at a
-  /// time: throws UsageError for a second.
+  /// Starts to record this thread's operators; call all methods on this thread. Any thread may
+  /// destroy it. One per thread at a time: throws UsageError for a second.
   explicit StepRecorder(RecorderOptions options);
   ~StepRecorder();
   StepRecorder(const StepRecorder&) = delete;  // registers callbacks with its address
