@@ -10,6 +10,7 @@
 
 #include "agree/torch_versions.hpp"
 #include "bindings.hpp"
+#include "files/text.hpp"
 #include "framework.hpp"
 #include "nanlocator/agree/communicator.hpp"
 #include "nanlocator/error.hpp"
@@ -205,6 +206,21 @@ void set_on_finding(LocatorOptions& options, const py::object& function) {
   };
 }
 
+/// The same for LocatorOptions::read_checkpoint: called with path and seconds, it returns whether
+/// all of it is finite (None: not known) and what it has found.
+void set_read_checkpoint(LocatorOptions& options, const py::object& function) {
+  options.read_checkpoint = [called = PythonObject(function)](const std::filesystem::path& path,
+                                                              std::chrono::milliseconds limit,
+                                                              CheckpointFile& file) {
+    try {
+      std::tie(file.is_finite, file.found) =
+          called.call<std::pair<std::optional<bool>, std::string>>("__call__", path, limit);
+    } catch (const std::exception& error) {
+      file.found = first_line(error);
+    }
+  };
+}
+
 /// Each field under its option's name. An enumeration appears as its value's name; `choices` has
 /// them.
 void bind_options(py::module_& m) {
@@ -218,7 +234,8 @@ void bind_options(py::module_& m) {
             if (!o.on_finding) return py::none();
             return py::cpp_function(o.on_finding, "verdict"_a);
           },
-          set_on_finding);
+          set_on_finding)
+      .def("set_read_checkpoint", &set_read_checkpoint, "function"_a);
   py::dict choices;
   for_each_option([&]<typename Value>(const OptionField<Value>& option) {
     if constexpr (HasNames<Value>) {

@@ -1,6 +1,8 @@
 #include "locate/bad_weights.hpp"
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <string>
@@ -128,6 +130,26 @@ std::optional<Fact> undefined_update(const RankEvidence& rank, std::int64_t para
   return fact;
 }
 
+/// The step before was finite in this process, in which every element of the weight is bad now: the
+/// update of that step made it, on all of its copies alike.
+std::optional<Fact> whole_update(const Findings& findings, const Origin& origin) {
+  if (!origin.tensor) return std::nullopt;
+  const OriginTensor& weight = *origin.tensor;
+  const std::int64_t elements = std::accumulate(weight.shape.begin(), weight.shape.end(),
+                                                std::int64_t{1}, std::multiplies<>());
+  const bool is_whole = elements > 0 && weight.nan + weight.pos_inf + weight.neg_inf == elements;
+  if (!is_whole || !has_fact(origin.facts, FactKind::every_copy_bad)) return std::nullopt;
+  for (const int candidate : origin.candidates) {
+    const Ledger& ledger = findings.incident().find(candidate)->ledger();
+    if (!ledger.history ||
+        std::ranges::count(ledger.history->iterations, ledger.iteration - 1) == 0) {
+      return std::nullopt;
+    }
+  }
+  return Fact{
+      .kind = FactKind::update_undefined, .ranks = origin.candidates, .step = origin.iteration - 1};
+}
+
 void add_kept(const RankEvidence& rank, const ParameterRecord& parameter, const TensorStats& weight,
               Kept& kept) {
   // A shard says nothing about elements outside it.
@@ -163,6 +185,8 @@ void add_update(const Findings& findings, Origin& origin) {
     finite_after = rank->ledger().weights_finite_after;  // the same on all ranks
     was_finite = finite_after && *finite_after + 1 == rank->ledger().iteration;
   }
+  const bool is_of_update = kept.bad.names.empty() && !was_finite;
+  if (!kept.undefined && is_of_update) kept.undefined = whole_update(findings, origin);
   if (kept.undefined) {
     kept.undefined->dtype = origin.tensor ? origin.tensor->dtype : "";
     origin.facts.push_back(*std::move(kept.undefined));

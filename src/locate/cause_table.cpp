@@ -395,8 +395,9 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
     }
     return {Suspect::memory, Suspect::writer};
   }
-  if (origin.cause == Cause::bad_weight && has<FactKind::update_undefined>(origin)) {
-    return {};
+  if (const Fact* const made = find_fact(origin.facts, FactKind::update_undefined);
+      made != nullptr && origin.cause == Cause::bad_weight) {
+    return made->op.empty() ? std::vector{Suspect::writer} : std::vector<Suspect>{};
   }
   if (origin.cause == Cause::bad_weight && has<FactKind::optimizer_state_bad>(origin)) {
     return {Suspect::last_update, Suspect::checkpoint};

@@ -235,6 +235,25 @@ void set_checkpoint(const Verdict& verdict, bool is_before_step, JobDecision& de
   if (decision.is_to_check && job.are_weights_finite != true) decision.newest_step.reset();
 }
 
+/// Where the checkpoints decide, and were read.
+void use_checkpoints(const Verdict& verdict, JobDecision& decision) {
+  const bool is_read = decision.is_to_check && verdict.launch && verdict.launch->steps_before;
+  if (!is_read || verdict.launch->checkpoints.empty()) return;
+  const auto& found = verdict.launch->checkpoints;
+  const auto finite = std::ranges::find(found, true, &CheckpointFile::is_finite);
+  if (finite != found.end()) {
+    decision.newest_step = finite->step - *verdict.launch->steps_before;
+    decision.is_to_check = false;
+  } else if (std::ranges::all_of(
+                 found, [](const CheckpointFile& each) { return each.is_finite == false; })) {
+    decision.kind = DecisionKind::do_not_restart;
+    decision.is_to_check = false;
+    decision.is_traced = false;
+    decision.page = Owner::model_author;
+    decision.ticket = Owner::nobody;
+  }
+}
+
 /// The facts that separate a decision from another one.
 bool is_of_weight(FactKind kind) {
   switch (kind) {
@@ -347,6 +366,7 @@ JobDecision decide(const Verdict& verdict, std::span<const Verdict> earlier) {
     }
     add_recurrence(verdict, earlier, decision);
   }
+  if (course == Course::stops) use_checkpoints(verdict, decision);
   if (course == Course::goes_on) {  // nobody is woken for a job that trains well
     decision.kind = DecisionKind::none_needed;
     decision.is_traced = false;

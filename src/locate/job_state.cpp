@@ -15,6 +15,8 @@ struct Advice {
 
 Advice advice_on_stored_value(const Origin& origin,
                               std::optional<std::int64_t> weights_finite_after) {
+  const Fact* const update = find_fact(origin.facts, FactKind::update_undefined);
+  if (update != nullptr && update->step) return {Restart::before_step, *update->step};
   // The optimizer's state may have been bad before its weights.
   if (origin.cause != Cause::bad_weight || !weights_finite_after) return {Restart::check_first};
   return {Restart::before_step, *weights_finite_after + 1};

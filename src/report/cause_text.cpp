@@ -839,6 +839,13 @@ std::vector<std::string> steps_text(const Origin& origin) {
                 "check that moment in the checkpoint before you restart from it"};
       }
       if (const Fact* const made = find_fact(origin.facts, FactKind::update_undefined)) {
+        if (made->op.empty()) {
+          return {
+              "look at what the optimizer computes for this parameter: a norm, a bias correction "
+              "or an epsilon that is zero",
+              "run from before it with NANLOCATOR_CHECK_PARAMS=1: it stops in that update and "
+              "executes it again, operator by operator"};
+        }
         if (made->op == "lr") return {"correct what sets the learning rate of this parameter"};
         if (made->dtype != "float16" && made->dtype != "bfloat16") {
           return {"give the optimizer an epsilon above 0 (Adam's default is 1e-8)"};

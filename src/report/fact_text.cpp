@@ -475,6 +475,9 @@ std::string plain_text(const Fact& fact) {
     case same_in_microbatches:
       return "the same in " + counted(count_of(fact)) +
              " microbatches of this step; this is the first of them";
+    case same_line_elsewhere:
+      return "the same line gave it in " + counted(count_of(fact), "other place") +
+             ", too: " + joined(fact.names, ", ");
     case same_kernel_elsewhere:
       return "the same kernel is the first to make something bad in " +
              counted(count_of(fact), "other place") + ", too: " + joined(fact.names, ", ");
@@ -661,6 +664,11 @@ std::string plain_text(const Fact& fact) {
              ", which were NaN or Inf, were still there when this step began, and its backward "
              "added to them";
     case update_undefined:
+      if (fact.op.empty()) {
+        return "step " + counted(fact.step.value_or(0)) +
+               " read it, and its loss and gradients were finite: its update made every element "
+               "bad";
+      }
       return fact.op == "lr" ? "the optimizer's learning rate of it was NaN or Inf"
                              : "the optimizer's epsilon of it is 0 in " + fact.dtype +
                                    ": where the second moment is 0, too, its update is 0 / 0";

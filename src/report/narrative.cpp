@@ -251,10 +251,17 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
       case FactKind::rerun_clean:
       case FactKind::gone_in_rerun:
         tests.push_back(
-            verdict.rerun.not_restored.empty()
+            has_fact(origin.facts, FactKind::reduction_not_repeated)
+                ? "the gradients were finite in a re-run on " + machine +
+                      ", which leaves out the program's own reduction"
+            : verdict.rerun.not_restored.empty()
                 ? "it was gone in a re-run on " + machine
                 : "it was gone in a re-run that lacked something of the program's state, so that "
                   "says nothing about a machine");
+        break;
+      case FactKind::sum_near_overflow:
+        tests.push_back("no NaN, and the largest finite element is close to the largest " +
+                        fact.dtype);
         break;
       case FactKind::transfer_bad_again:
         tests.emplace_back("the transfer failed again when it was repeated");
@@ -353,7 +360,20 @@ const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
   }
 }
 
+/// What its author is to look at.
+std::vector<std::string> next_of(const Verdict& verdict, const Origin& origin) {
+  const CheckpointFile* const loaded = loaded_and_read(verdict, origin);
+  if (loaded == nullptr || origin.cause != Cause::bad_weight) return steps_text(origin);
+  return {"run from " +
+          (loaded->is_finite == true ? loaded->name : "the one before " + loaded->name) +
+          " with NANLOCATOR_CHECK_PARAMS=1, which finds the step whose update makes it bad"};
+}
+
 std::string cause_of(const Verdict& verdict, const Origin& origin) {
+  const CheckpointFile* const loaded = loaded_and_read(verdict, origin);
+  if (loaded != nullptr && loaded->is_finite == false) {
+    return "checkpoint, proven: " + loaded->name + ", which this run had loaded: " + loaded->found;
+  }
   if (origin.detail == Detail::rewritten) {
     return "unknown; bad data, or a buffer that was read before it was filled: a restart has "
            "another "
@@ -378,6 +398,10 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   if (kind.find(" or ") != kind.npos) certainty = ", open";
   if (kind == "unknown" || kind == "routine") certainty.clear();
   std::vector<std::string> parts = tests_of(verdict, origin);
+  if (loaded != nullptr) {
+    parts.push_back(loaded->name +
+                    ", which this run had loaded, is finite, so it became bad in memory");
+  }
   if (!open.empty()) parts.push_back(label + open);
   const bool is_open = certainty != ", proven";
   if (origin.detail == Detail::made_earlier) {
@@ -587,7 +611,7 @@ void add_details(const Verdict& verdict, const Origin& origin, std::string_view 
   if (const Fact* const after = find_fact(origin.facts, FactKind::became)) {
     add_row(narrative.details, "then", fact_text(*after));
   }
-  add_rows(narrative.details, "next", steps_text(origin));
+  add_rows(narrative.details, "next", next_of(verdict, origin));
   if (!origin.bundle.empty()) {
     add_row(narrative.details, "replay", replay_command(run_dir, origin.bundle));
   }

@@ -4,6 +4,7 @@
 #include <cctype>
 #include <charconv>
 #include <filesystem>
+#include <span>
 
 #include "files/printable.hpp"
 #include "files/text.hpp"
@@ -89,17 +90,42 @@ bool needs_checkpoint(const Verdict& verdict) {
   return verdict.decision.kind != DecisionKind::none_needed;
 }
 
-const CheckpointFile* checkpoint_to_load(const Verdict& verdict) {
-  if (!verdict.launch) return nullptr;
+/// Nothing of the fault can be in a checkpoint yet.
+bool may_load_newest(const Verdict& verdict) {
   const auto newest = verdict.decision.newest_step;
-  for (const CheckpointFile& each : verdict.launch->checkpoints) {
-    if (!newest || each.step <= *newest) return &each;
-  }
-  return nullptr;
+  return course_of(verdict) == Course::stops && (!newest || *newest == verdict.iteration - 1);
+}
+
+/// A step of this run, as the names of its checkpoints count.
+std::int64_t named_step(const Verdict& verdict, std::int64_t step) {
+  return step + (verdict.launch ? verdict.launch->steps_before.value_or(0) : 0);
+}
+
+std::span<const CheckpointFile> checkpoints_of(const Verdict& verdict) {
+  return verdict.launch ? verdict.launch->checkpoints : std::span<const CheckpointFile>();
+}
+
+/// Where a step's number says nothing about the checkpoints.
+std::string counts_other_steps(const Verdict& verdict) {
+  const bool is_known = !verdict.launch || verdict.launch->steps_before;
+  return is_known ? "" : " (the names in " + verdict.launch->checkpoint_dir + " count other steps)";
+}
+
+const CheckpointFile* checkpoint_to_load(const Verdict& verdict) {
+  if (!verdict.launch || verdict.launch->checkpoints.empty()) return nullptr;
+  const Launch& launch = *verdict.launch;
+  if (!launch.steps_before) return may_load_newest(verdict) ? &launch.checkpoints.front() : nullptr;
+  const auto newest = verdict.decision.newest_step;
+  const auto found = std::ranges::find_if(launch.checkpoints, [&](const CheckpointFile& each) {
+    return each.is_finite != false && (!newest || each.step - *launch.steps_before <= *newest);
+  });
+  return found == launch.checkpoints.end() ? nullptr : &*found;
 }
 
 /// A machine is not ruled out, though none is suspected.
-bool may_be_hardware(const Origin& origin) {
+bool may_be_hardware(const Verdict& verdict, const Origin& origin) {
+  const CheckpointFile* const loaded = loaded_and_read(verdict, origin);
+  if (loaded != nullptr && loaded->is_finite == false) return false;
   const bool is_of_transfer =
       origin.cause == Cause::collective_result || origin.cause == Cause::pipeline_transfer;
   return is_of_transfer || std::ranges::any_of(origin.alternatives, [](Suspect each) {
@@ -112,19 +138,14 @@ std::vector<int> ranks_to_look_at(const Verdict& verdict) {
   constexpr std::size_t kMost = 4;
   if (!verdict.decision.ranks.empty()) return verdict.decision.ranks;
   const Origin* const origin = deciding_origin(verdict);
-  const bool is_open = origin != nullptr && may_be_hardware(*origin);
+  const bool is_open = origin != nullptr && may_be_hardware(verdict, *origin);
   return is_open && origin->candidates.size() <= kMost ? origin->candidates : std::vector<int>{};
 }
 
 /// Checkpoints from its update on may hold the fault.
 std::string first_bad_step(const Verdict& verdict) {
-  return std::to_string(verdict.decision.newest_step.value_or(verdict.iteration - 1) + 1);
-}
-
-/// Nothing of the fault can be in a checkpoint yet.
-bool may_load_newest(const Verdict& verdict) {
-  const auto newest = verdict.decision.newest_step;
-  return course_of(verdict) == Course::stops && (!newest || *newest == verdict.iteration - 1);
+  const auto newest = verdict.decision.newest_step.value_or(verdict.iteration - 1);
+  return std::to_string(named_step(verdict, newest + 1));
 }
 
 bool may_be_of_large_weights(const Verdict& verdict) {
@@ -190,7 +211,8 @@ std::string loaded_text(const Verdict& verdict) {
                                                : grown ? std::optional(*grown - 1)
                                                        : std::nullopt;
     return "LOAD the newest" +
-           (before ? " of step " + std::to_string(std::max<std::int64_t>(*before, 0)) + " or older"
+           (before ? " of " + step_text(named_step(verdict, std::max<std::int64_t>(*before, 0))) +
+                         " or older" + counts_other_steps(verdict)
                    : std::string()) +
            " whose largest weight is at most ten times that of the one before it (finite is not "
            "enough); this shows them all: " +
@@ -216,11 +238,15 @@ std::string loaded_text(const Verdict& verdict) {
     if ((may_load_newest(verdict) || is_of_before) && verdict.job.are_weights_finite == true) {
       return load + ": " + kNothingBadSaved + garbage_text(verdict);
     }
+    if (file->is_finite == true) {
+      return load + ": every tensor of it was read and is finite" + garbage_text(verdict);
+    }
     return load + ", once " + check_command(path) +
            " finds it finite, else the one before; if none is: from the start" +
            garbage_text(verdict);
   }
-  if (decision.newest_step && *decision.newest_step < 1) {
+  if (decision.newest_step &&
+      *decision.newest_step < 1) {  // its own count, so the names do not matter
     return "LOAD what this run was started from: no step of it was finished";
   }
   if (may_load_newest(verdict)) {
@@ -230,7 +256,7 @@ std::string loaded_text(const Verdict& verdict) {
     return newest + kNothingBadSaved + garbage_text(verdict);
   }
   return "LOAD the newest from before the update of step " + first_bad_step(verdict) +
-         ", NEVER LOAD anything newer";
+         counts_other_steps(verdict) + ", NEVER LOAD anything newer";
 }
 
 /// A re-run or a replay has shown it, or the values themselves do.
@@ -270,7 +296,8 @@ std::string author_of_code(const JobDecision& decision) {
 std::string same_place_text(const Origin* origin) {
   if (origin == nullptr) return "in the same place";
   if (!origin->parameter.empty()) return "in " + origin->parameter;
-  if (!origin->op.empty() && !collective_kind_of(origin->op)) {
+  const bool is_of_writer = origin->cause == Cause::memory_corruption;  // not of the module
+  if (!origin->op.empty() && !is_of_writer && !collective_kind_of(origin->op)) {
     return "in " + function_name_of(origin->op) +
            (origin->module.empty() ? "" : " of " + origin->module);
   }
@@ -288,14 +315,13 @@ void add_again(const Verdict& verdict, Rows& rows) {
       decision.ticket != Owner::nobody && decision.ticket != Owner::cluster_operator;
   const bool is_of_data = decision.kind == DecisionKind::skip_batch;
   add_row(rows, "if AGAIN",
-          is_of_data ? "if it stops in " + step_text(verdict.iteration) +
-                           " again, its code sets on_bad itself: leave it down, page the model "
-                           "author; if more "
-                           "than 10 steps are skipped: end it, page the " +
-                           person_of(decision.ticket)
-                     : same_place_text(deciding_origin(verdict)) + ": leave it down, page the " +
-                           person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
-                           "; elsewhere: as its own block says");
+          is_of_data
+              ? "if it stops at this batch again, its code sets on_bad itself: leave it down, "
+                "page the model author; if more than 10 steps are skipped: end it, page the " +
+                    person_of(decision.ticket)
+              : same_place_text(deciding_origin(verdict)) + ": leave it down, page the " +
+                    person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
+                    "; elsewhere: as its own block says");
 }
 
 }  // namespace
@@ -321,6 +347,14 @@ void add_row(Rows& rows, const char* label, std::string text) {
 
 std::string step_text(std::int64_t step) {
   return "step " + std::to_string(step);
+}
+
+const CheckpointFile* loaded_and_read(const Verdict& verdict, const Origin& origin) {
+  const bool may_be_stored = std::ranges::count(origin.alternatives, Suspect::checkpoint) > 0;
+  if (!may_be_stored || !verdict.launch || verdict.launch->loaded.empty()) return nullptr;
+  const auto& found = verdict.launch->checkpoints;
+  const auto loaded = std::ranges::find(found, verdict.launch->loaded, &CheckpointFile::name);
+  return loaded != found.end() && loaded->is_finite ? &*loaded : nullptr;
 }
 
 const Origin* deciding_origin(const Verdict& verdict) {
@@ -426,7 +460,7 @@ std::string hosts_text_of(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
   if (decision.ranks.empty()) {
     const Origin* const origin = deciding_origin(verdict);
-    if (origin != nullptr && may_be_hardware(*origin)) {
+    if (origin != nullptr && may_be_hardware(verdict, *origin)) {
       const auto hosts = hosts_of(verdict, ranks_to_look_at(verdict));
       return "unchanged" + (hosts.empty() ? "" : ", " + joined(hosts) + " not ruled out");
     }
@@ -447,13 +481,13 @@ std::string load_of(const Verdict& verdict) {
   if (may_be_of_large_weights(verdict)) return "only one from before the weights grew";
   if (verdict.decision.is_to_check) return "only one checked finite";
   if (const CheckpointFile* const file = checkpoint_to_load(verdict)) {
-    const bool is_known = verdict.job.are_weights_finite == true;
+    const bool is_known = verdict.job.are_weights_finite == true || file->is_finite == true;
     return file->name + (is_known ? "" : ", once checked");
   }
   if (may_load_newest(verdict)) return verdict.iteration <= 1 ? "as started" : "the newest";
   const auto newest = verdict.decision.newest_step;
   if (!newest) return "the newest";
-  return *newest < 1 ? "as started" : step_text(*newest) + " or older";
+  return *newest < 1 ? "as started" : step_text(named_step(verdict, *newest)) + " or older";
 }
 
 std::string state_of(const Verdict& verdict) {
@@ -496,7 +530,9 @@ std::string kill_of(const Verdict& verdict) {
            " (SLURM's cancel command with --signal=KILL --full; without that it sends SIGTERM, and "
            "the "
            "job would save); set aside what it has saved since " +
-           step_text(verdict.decision.newest_step.value_or(verdict.iteration - 1));
+           step_text(
+               named_step(verdict, verdict.decision.newest_step.value_or(verdict.iteration - 1))) +
+           counts_other_steps(verdict);
   }
   return "SIGKILL to its processes (at SIGTERM it may save)";
 }
@@ -506,13 +542,18 @@ std::string checkpoint_of(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
   const bool is_down = decision.kind == DecisionKind::do_not_restart;
   std::vector<std::string> newer;
-  for (const CheckpointFile& each :
-       verdict.launch ? verdict.launch->checkpoints : std::vector<CheckpointFile>{}) {
-    if (decision.newest_step && each.step > *decision.newest_step) newer.push_back(each.name);
+  if (verdict.launch && verdict.launch->steps_before && decision.newest_step) {
+    for (const CheckpointFile& each : checkpoints_of(verdict)) {
+      const bool is_newer = each.step > named_step(verdict, *decision.newest_step);
+      if (is_newer && each.is_finite != false) newer.push_back(each.name);
+    }
   }
   std::string never;
   if (!newer.empty() && !may_load_newest(verdict)) {
     never = "NEVER LOAD " + newer.back() + (newer.size() > 1 ? " or anything newer; " : "; ");
+  }
+  for (const CheckpointFile& each : checkpoints_of(verdict)) {
+    if (each.is_finite == false) never += "NEVER LOAD " + each.name + " (" + each.found + "); ";
   }
   return never + (is_down ? "when it is mended, " : "") + loaded_text(verdict);
 }
@@ -550,11 +591,13 @@ void add_policy(const Verdict& verdict, Rows& rows) {
 
 void add_skip(const Verdict& verdict, Rows& rows) {
   if (verdict.decision.kind != DecisionKind::skip_batch) return;
-  add_row(rows, "skip",
-          "start it with NANLOCATOR_ON_BAD=skip: " + step_text(verdict.iteration) +
-              " goes without an update (its batch is bad" + sample_text(verdict) +
-              "), as any other bad step will, with a WARNING each; at the next planned restart "
-              "without it");
+  add_row(
+      rows, "skip",
+      "start it with NANLOCATOR_ON_BAD=skip: the step with this batch goes without an update (it "
+      "is bad" +
+          sample_text(verdict) +
+          "), as any other bad step will, with a WARNING each; at the next planned restart "
+          "without it");
 }
 
 /// The devices' error counters, and what they change.
@@ -649,24 +692,25 @@ bool is_of_compiled_code(const Origin& origin) {
 void add_trace(const Verdict& verdict, Rows& rows) {
   if (!verdict.decision.is_traced) return;
   const CheckpointFile* const file = checkpoint_to_load(verdict);
-  const std::int64_t steps = file == nullptr ? 0 : verdict.iteration - file->step;
+  const bool is_counted = file != nullptr && verdict.launch->steps_before;
+  const std::int64_t steps =
+      is_counted ? std::max<std::int64_t>(named_step(verdict, verdict.iteration) - file->step, 1)
+                 : 0;
   add_row(rows, "trace",
           std::string("NANLOCATOR_LEVEL=operators") +
               (std::ranges::any_of(verdict.origins, is_of_compiled_code)
                    ? " and TORCH_COMPILE_DISABLE=1"
                    : "") +
               " in the job's environment, from " +
-              (file == nullptr
-                   ? std::string("the checkpoint")
-                   : file->name + " (" +
-                         count_text(static_cast<std::size_t>(std::max<std::int64_t>(steps, 1)),
-                                    "step") +
-                         ")") +
+              (file == nullptr ? std::string("the checkpoint")
+               : is_counted
+                   ? file->name + " (" + count_text(static_cast<std::size_t>(steps), "step") + ")"
+                   : file->name) +
               "; its steps take longer");
   add_row(rows, "if AGAIN",
           "it stops there; act on its own block, which names the operator and whom to page");
   add_row(rows, "if finite",
-          "it passes " + step_text(verdict.iteration) +
+          "it passes " + step_text(named_step(verdict, verdict.iteration)) +
               ": let it write its next checkpoint, end it, take out what was added to the "
               "environment, restart from that");
 }

@@ -27,6 +27,10 @@ void add_row(Rows& rows, const char* label, std::string text);
 /// Of the module's; nullopt if they are not known.
 [[nodiscard]] std::optional<double> largest_weight_of(const Origin& origin);
 
+/// The checkpoint that this run had loaded, if the bad values may have come from it and it was read
+/// to the end; else null.
+[[nodiscard]] const CheckpointFile* loaded_and_read(const Verdict& verdict, const Origin& origin);
+
 /// The operators of the origin are fused into a kernel that torch.compile has made.
 [[nodiscard]] bool is_of_compiled_code(const Origin& origin);
 /// Ranks that did not answer: what their log says comes first.

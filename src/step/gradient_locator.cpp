@@ -112,6 +112,7 @@ void GradientLocator::begin_step(std::int64_t iteration) {
   }
   impl_->forget_step();
   impl_->iteration = iteration;
+  if (!impl_->first_iteration) impl_->first_iteration = iteration;
   impl_->state = State::scanning;
   impl_->now_in(Activity::forward_backward);
 }

@@ -17,6 +17,8 @@ namespace {
 
 /// In gather_deadlines, for ranks that answer: a replay or a bundle may take that long.
 constexpr int kBusyPatience = 20;
+/// For the checkpoints that the orders depend on; `nanlocator next` has longer.
+constexpr std::chrono::seconds kReadingCheckpoints{20};
 // torch.distributed's env:// rendezvous starts the Store in rank 0's process, unless torchrun's
 // agent hosts it (rendezvous.py, _create_c10d_store).
 bool hosts_rank_zero_the_store() {
@@ -230,13 +232,18 @@ Verdict GradientLocator::Impl::judge(std::span<const Ledger> ledgers,
     auto problem = communicator->monitor()->problem();
     if (!problem.empty()) verdict.notes.push_back(std::move(problem));
   }
-  verdict.launch = read_launch(options.checkpoint_dir, run.attempt, iteration);
-  verdict.decision = decide(verdict, earlier_verdicts(directory));
-  if (const auto step = deciding_step(verdict)) {
-    const auto deciding = std::ranges::find(verdicts, *step, &Verdict::iteration);
-    if (deciding != verdicts.end()) follow(*deciding, verdict);
-  }
+  verdict.launch = read_launch(options.checkpoint_dir, run.attempt,
+                               first_iteration.value_or(iteration), iteration);
+  decide_on(verdict);
   return verdict;
+}
+
+void GradientLocator::Impl::decide_on(Verdict& verdict) const {
+  verdict.decision = decide(verdict, earlier_verdicts(directory));
+  const auto step = deciding_step(verdict);
+  if (!step) return;
+  const auto deciding = std::ranges::find(verdicts, *step, &Verdict::iteration);
+  if (deciding != verdicts.end()) follow(*deciding, verdict);
 }
 
 Verdict GradientLocator::Impl::judge_alone(const Ledger& ledger, bool is_finding,
@@ -409,8 +416,15 @@ Verdict GradientLocator::Impl::conclude_as_first_rank(const Ledger& mine, const 
   read_ledgers(texts, mine, ledgers, problems);
   auto verdict = judge(ledgers, std::move(problems));
   const auto suffix = repetition == 0 ? "" : "-" + std::to_string(repetition);
-  files->write(verdict, VerdictScope::all_ranks, outcome_of(options.on_bad, verdict.rerun),
-               "step" + std::to_string(iteration) + suffix + ".json");
+  const auto write = [&] {
+    files->write(verdict, VerdictScope::all_ranks, outcome_of(options.on_bad, verdict.rerun),
+                 "step" + std::to_string(iteration) + suffix + ".json");
+  };
+  write();
+  if (read_checkpoints(verdict, options, kReadingCheckpoints)) {
+    decide_on(verdict);
+    write();
+  }
   if (communicator) (void)communicator->publish(key + "/verdict", to_json(verdict));
   print(verdict);
   const auto unwritten = write_bundles();

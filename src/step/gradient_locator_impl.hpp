@@ -87,6 +87,7 @@ struct GradientLocator::Impl {
 
   State state = State::before_first_step;
   std::int64_t iteration = 0;
+  std::optional<std::int64_t> first_iteration;
   std::optional<double> gradient_norm;
   std::optional<std::int64_t> gradients_left_by;
   std::string no_rerun;
@@ -160,6 +161,7 @@ struct GradientLocator::Impl {
                         std::vector<std::string>& problems);
   std::string incident_key();
   Verdict judge(std::span<const Ledger> ledgers, std::vector<std::string> extra_notes) const;
+  void decide_on(Verdict& verdict) const;
   void write_page(const Verdict& verdict, std::vector<Ledger> ledgers) const;
   Verdict judge_alone(const Ledger& ledger, bool is_finding, std::vector<std::string> notes) const;
   void keep_on_disk(const Ledger& ledger, std::vector<std::string>& problems) const;

@@ -11,7 +11,9 @@
 #include <string_view>
 #include <system_error>
 #include <utility>
+#include <vector>
 
+#include "nanlocator/locate/decision.hpp"
 #include "nanlocator/step/loaded_checkpoint.hpp"
 #include "step/run_directory.hpp"
 
@@ -31,11 +33,17 @@ std::optional<std::int64_t> number_at(std::string_view text) {
   return error == std::errc() && number >= 0 ? std::optional(number) : std::nullopt;
 }
 
-/// The number after the last "step", "iter" or "checkpoint" of the name.
+/// The number after the last "step" or "iter" of the name, or Transformers' checkpoint-900: others
+/// number checkpoints by epochs.
 std::optional<std::int64_t> step_of(std::string name) {
   std::ranges::transform(name, name.begin(),
                          [](unsigned char each) { return static_cast<char>(std::tolower(each)); });
-  for (const std::string_view word : {"step", "iter", "checkpoint"}) {
+  constexpr std::string_view kOfTransformers = "checkpoint-";
+  if (name.starts_with(kOfTransformers)) {
+    const std::string_view rest = std::string_view(name).substr(kOfTransformers.size());
+    if (rest.find_first_not_of("0123456789") == std::string_view::npos) return number_at(rest);
+  }
+  for (const std::string_view word : {"step", "iter"}) {
     const std::size_t found = name.rfind(word);
     if (found == std::string::npos) continue;
     std::string_view rest = std::string_view(name).substr(found + word.size());
@@ -73,7 +81,7 @@ void note_loaded_checkpoint(std::string path) {
   loaded_path = std::move(path);
 }
 
-std::vector<CheckpointFile> checkpoints_in(const fs::path& folder, std::int64_t iteration) {
+std::vector<CheckpointFile> checkpoints_in(const fs::path& folder) {
   constexpr int kMostEntries = 100'000;
   std::vector<CheckpointFile> found;
   std::error_code error;
@@ -89,9 +97,6 @@ std::vector<CheckpointFile> checkpoints_in(const fs::path& folder, std::int64_t 
       return file.name.starts_with("iter_") && file.step > *finished;
     });
   }
-  if (std::ranges::any_of(found, [&](const auto& file) { return file.step > iteration; })) {
-    return {};
-  }
   std::ranges::sort(found, [](const CheckpointFile& a, const CheckpointFile& b) {
     return a.step != b.step ? a.step > b.step : a.name < b.name;
   });
@@ -99,7 +104,50 @@ std::vector<CheckpointFile> checkpoints_in(const fs::path& folder, std::int64_t 
   return found;
 }
 
-Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t iteration) noexcept {
+std::optional<std::int64_t> steps_before(const std::vector<CheckpointFile>& found,
+                                         const std::string& loaded, std::int64_t first,
+                                         std::int64_t iteration) {
+  const auto loaded_step = step_of(loaded);
+  const std::int64_t before = loaded_step && *loaded_step >= first ? *loaded_step - (first - 1) : 0;
+  const bool is_beyond = !found.empty() && found.front().step - before > iteration;
+  return is_beyond ? std::nullopt : std::optional(before);
+}
+
+bool read_checkpoints(Verdict& verdict, const LocatorOptions& options,
+                      std::chrono::milliseconds limit) {
+  const JobDecision& decision = verdict.decision;
+  if (!options.read_checkpoint || !verdict.launch) return false;
+  Launch& launch = *verdict.launch;
+  const bool is_fault_in_none =
+      verdict.job.are_weights_finite == true && !decision.is_to_check &&
+      decision.newest_step.value_or(verdict.iteration) >= verdict.iteration - 1;
+  if (course_of(verdict) != Course::stops || decision.kind == DecisionKind::none_needed ||
+      is_fault_in_none || !launch.steps_before) {
+    return false;
+  }
+  const std::int64_t newest =
+      decision.newest_step.value_or(verdict.iteration) + *launch.steps_before;
+  std::vector<CheckpointFile*> in_question;
+  for (CheckpointFile& each : launch.checkpoints) {
+    const bool is_loaded = decision.is_to_check && each.name == launch.loaded;
+    if (is_loaded) in_question.insert(in_question.begin(), &each);
+    if (!is_loaded && each.step <= newest) in_question.push_back(&each);
+  }
+  const auto end = std::chrono::steady_clock::now() + limit;
+  bool has_read = false;
+  for (CheckpointFile* const each : in_question) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        end - std::chrono::steady_clock::now());
+    if (left.count() <= 0) break;
+    options.read_checkpoint(fs::path(launch.checkpoint_dir) / each->name, left, *each);
+    has_read = true;
+    if (each->is_finite == true && each->step <= newest) break;
+  }
+  return has_read;
+}
+
+Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t first,
+                   std::int64_t iteration) noexcept {
   Launch launch;
   try {
     launch.attempt = attempt;
@@ -115,8 +163,9 @@ Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t ite
     }
     if (checkpoint_dir.empty()) return launch;
     launch.checkpoint_dir = fs::absolute(checkpoint_dir).lexically_normal().string();
-    launch.checkpoints = checkpoints_in(checkpoint_dir, iteration);
+    launch.checkpoints = checkpoints_in(checkpoint_dir);
     launch.loaded = loaded_from(launch.checkpoint_dir);
+    launch.steps_before = steps_before(launch.checkpoints, launch.loaded, first, iteration);
   } catch (const std::exception&) {  // what is missing is said to be unknown
   }
   return launch;

@@ -255,6 +255,27 @@ TEST(BirthOrigins, ACollectiveThatIsBadInManyPlacesIsOneOriginWithItsGroup) {
   EXPECT_EQ(elsewhere->count, 2);
 }
 
+TEST(BirthOrigins, ALineThatOverflowsInAnotherLayerOfEachReplicaIsOneOrigin) {
+  std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
+  for (int rank = 0; rank < 2; ++rank) {
+    Birth overflow = birth_of(BirthKind::inf, Phase::forward, "aten::bmm");
+    overflow.sighting.module = "layers." + std::to_string(rank);
+    overflow.replay = ReplayConclusion::deterministic_overflow;
+    overflow.code = CodeLine{.file = "model.py", .line = 10};
+    ledgers[static_cast<std::size_t>(rank)].births = {overflow};
+  }
+  const Verdict verdict = locate(ledgers, 2);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].module, "layers.0");
+  EXPECT_EQ(verdict.origins[0].candidates, std::vector{0});
+  const Fact* const elsewhere = find_fact(verdict.origins[0].facts, FactKind::same_line_elsewhere);
+  ASSERT_NE(elsewhere, nullptr);
+  EXPECT_EQ(elsewhere->names, std::vector<std::string>{"layers.1 in forward on rank 1"});
+
+  ledgers[1].births[0].code->line = 11;
+  EXPECT_EQ(locate(ledgers, 2).origins.size(), 2u);
+}
+
 TEST(BirthOrigins, OnlyFp16HasAWiderPrecisionAsARemedyOfAnOverflow) {
   Ledger ledger = ledger_of(0, 1);
   Birth overflow = birth_of(BirthKind::inf, Phase::forward, "aten::mm");
@@ -691,6 +712,32 @@ TEST(BirthOrigins, ABadWeightIsTheOptimizersWhereItsMomentsAreBadToo) {
                                     Field(&Fact::names, ElementsAre("exp_avg"))));
   EXPECT_THAT(origin.alternatives, ElementsAre(Suspect::last_update, Suspect::checkpoint));
   EXPECT_EQ(origin.action, Action::reset_optimizer_state);
+}
+
+TEST(BirthOrigins, AWholeWeightThatEveryCopyLostAfterAFiniteStepIsOfItsUpdate) {
+  std::vector<Ledger> ledgers = {ledger_with_bad_weight(), ledger_with_bad_weight()};
+  for (int rank = 0; rank < 2; ++rank) {
+    Ledger& ledger = ledgers[static_cast<std::size_t>(rank)];
+    ledger.coordinates = ledger_of(rank, 2).coordinates;
+    ledger.sightings[0].stats = {.numel = 4, .nan = 4, .first_bad = 0};
+    ledger.history = HistorySummary{
+        .iterations = {ledger.iteration - 1}, .absmax = {1}, .norm = {2}, .parameter = "w"};
+  }
+  const auto origin = [&] { return locate(ledgers, 2).origins.at(0); };
+  EXPECT_THAT(origin().facts, HasFact(FactKind::update_undefined));
+  EXPECT_THAT(origin().alternatives, ElementsAre(Suspect::writer));
+  EXPECT_EQ(origin().action, Action::check_update);
+  const Verdict verdict = locate(ledgers, 2);
+  EXPECT_EQ(verdict.job.restart, Restart::before_step);
+  EXPECT_EQ(verdict.job.restart_before, ledgers[0].iteration - 1);
+
+  // A row that no earlier step read may have been in the checkpoint.
+  for (Ledger& ledger : ledgers) ledger.sightings[0].stats.nan = 1;
+  EXPECT_THAT(origin().facts, Not(HasFact(FactKind::update_undefined)));
+  // As may all of it, if no step of this process came before.
+  for (Ledger& ledger : ledgers) ledger.sightings[0].stats.nan = 4;
+  ledgers[1].history.reset();
+  EXPECT_THAT(origin().facts, Not(HasFact(FactKind::update_undefined)));
 }
 
 TEST(BirthOrigins, AWeightThatTheUpdateLeftFiniteWasDamagedLaterByCodeOrMemory) {

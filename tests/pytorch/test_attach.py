@@ -236,9 +236,21 @@ for step in range(300):
 """
 
 
-def test_the_checkpoint_that_a_script_has_loaded_is_named():
+def test_the_checkpoint_that_a_script_has_loaded_is_read():
     Path("checkpoints").mkdir()
     Path("script.py").write_text(RESUMED)
     done = run("-m", "nanlocator", "--checkpoint-dir", "checkpoints", "script.py", start=interpreter)
     said = " ".join(done.stderr.split())
-    assert "step_200.pt, which this run had loaded: it was damaged in memory" in said, done.stderr
+    assert "checkpoint, proven: step_200.pt, which this run had loaded: weight holds NaN" in said, done.stderr
+    assert "NEVER LOAD step_200.pt (weight holds NaN)" in said
+    assert "step_100.pt (after step 100): every tensor of it was read and is finite" in said
+
+
+def test_a_weight_that_is_finite_in_the_loaded_checkpoint_became_bad_in_memory():
+    Path("checkpoints").mkdir()
+    after = 'model.weight.data[0, 2] = float("nan")\nfor step in range(300):'
+    script = RESUMED.replace("step == 200", "False").replace("for step in range(300):", after)
+    Path("script.py").write_text(script)
+    done = run("-m", "nanlocator", "--checkpoint-dir", "checkpoints", "script.py", start=interpreter)
+    said = " ".join(done.stderr.split())
+    assert "step_200.pt, which this run had loaded, is finite, so it became bad in memory" in said, done.stderr

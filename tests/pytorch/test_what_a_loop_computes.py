@@ -385,6 +385,33 @@ def test_a_reduction_of_the_loop_itself_is_not_cleared_by_a_re_run_that_leaves_i
         assert {"link", "collective", "memory"} <= set(origin["alternatives"])
 
 
+def train_in_half_precision(rank, world_size):
+    torch.manual_seed(rank)
+    model = nn.Linear(64, 8).half()
+
+    def reduce():
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad.div_(world_size)
+
+    factors = iter([1.0] * BAD_STEP + [9e3])  # the local gradients are below 65504, some sums are not
+    return verdict_of_steps(
+        model,
+        lambda: model(torch.randn(4, 64).half()).float().sum() * next(factors),
+        corrupt=reduce,
+        steps=BAD_STEP + 1,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-6),
+    )
+
+
+@pytest.mark.host
+def test_a_reduction_of_the_loop_itself_whose_sum_overflows_is_its_own_and_accuses_no_machine():
+    for verdict in run_kept_ranks(2, train_in_half_precision):
+        origin = the_origin(verdict)
+        assert (origin["cause"], origin["owner"]) == ("collective_sum", "model_author")
+        assert verdict["decision"]["ranks"] == []
+
+
 class Codebook(nn.Module):
     """Keeps its codes by an average of what was assigned to them, as a VQ-VAE does."""
 

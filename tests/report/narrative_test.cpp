@@ -181,10 +181,11 @@ Verdict bad_sample() {
 TEST(Narrative, ABatchIsSkippedAndItsSampleIsNamed) {
   const Narrative told = narrative_of(bad_sample());
   EXPECT_EQ(told.action, "RESTART, SKIPPING THIS BATCH");
-  EXPECT_THAT(told.rows,
-              Contains(Pair("skip", HasSubstr("NANLOCATOR_ON_BAD=skip: step 2 goes without an "
-                                              "update (its batch is bad, first in sample 6 of 8 of "
-                                              "microbatch 1 on rank 3 = a17:GPU3)"))));
+  EXPECT_THAT(
+      told.rows,
+      Contains(Pair("skip", HasSubstr("NANLOCATOR_ON_BAD=skip: the step with this batch "
+                                      "goes without an update (it is bad, first in sample 6 "
+                                      "of 8 of microbatch 1 on rank 3 = a17:GPU3)"))));
 }
 
 /// The weights are bad by now, and the same batch would make them bad again.
@@ -302,6 +303,78 @@ TEST(Narrative, CheckpointsThatHoldTheFaultAreNeverLoaded) {
                                             "nanlocator check-checkpoint "
                                             "/ckpt/run17/iter_0000600 finds it finite, else the "
                                             "one before"))));
+}
+
+TEST(Narrative, CheckpointsOfARunThatWasResumedCountItsEarlierSteps) {
+  Verdict verdict = division_by_zero();
+  verdict.iteration = 35;
+  verdict.job.are_weights_finite = false;
+  verdict.origins.front().cause = Cause::bad_weight;
+  verdict.origins.front().facts = {};
+  complete(verdict.origins.front());
+  verdict.job.restart = Restart::before_step;
+  verdict.job.restart_before = 31;
+  verdict.launch->steps_before = 800;
+  verdict.launch->checkpoints = {{.step = 833, .name = "step_833"},
+                                 {.step = 830, .name = "step_830"},
+                                 {.step = 800, .name = "step_800"}};
+  verdict.decision = decide(verdict);
+  const auto checkpoint_of = [&] {
+    for (const auto& [label, text] : narrative_of(verdict).rows) {
+      if (std::string_view(label) == "checkpoint") return text;
+    }
+    return std::string();
+  };
+  EXPECT_THAT(checkpoint_of(),
+              HasSubstr("NEVER LOAD step_833; LOAD /ckpt/run17/step_830 (after step 830)"));
+
+  verdict.launch->steps_before.reset();
+  EXPECT_THAT(checkpoint_of(),
+              HasSubstr("LOAD the newest from before the update of step 31 (the names "
+                        "in /ckpt/run17 count other steps), NEVER LOAD anything newer"));
+  Verdict alone = division_by_zero();
+  alone.launch->steps_before.reset();
+  EXPECT_THAT(
+      narrative_of(alone).rows,
+      Contains(Pair("checkpoint",
+                    HasSubstr("LOAD /ckpt/run17/iter_0000001 (after step 1, the newest)"))));
+}
+
+TEST(Narrative, CheckpointsThatWereReadNeedNoCheck) {
+  Verdict verdict = division_by_zero();
+  verdict.iteration = 35;
+  verdict.job.are_weights_finite = false;
+  Origin& origin = verdict.origins.front();
+  origin.cause = Cause::bad_weight;
+  origin.parameter = "head.weight";
+  origin.facts = {};
+  origin.alternatives = {Suspect::checkpoint, Suspect::last_update};
+  complete(origin);
+  verdict.job.restart = Restart::check_first;
+  verdict.launch->steps_before = 800;
+  verdict.launch->loaded = "step_800";
+  verdict.launch->checkpoints = {
+      {.step = 830, .name = "step_830"},
+      {.step = 800, .name = "step_800", .is_finite = false, .found = "head.weight holds NaN"},
+      {.step = 790, .name = "step_790", .is_finite = true}};
+  verdict.decision = decide(verdict);
+  Narrative told = narrative_of(verdict);
+  EXPECT_EQ(told.action, "RESTART FROM step_790");
+  EXPECT_EQ(told.load, "step_790");
+  EXPECT_THAT(told.rows, Contains(Pair("cause",
+                                       "checkpoint, proven: step_800, which this run had "
+                                       "loaded: head.weight holds NaN")));
+  EXPECT_THAT(
+      told.rows,
+      Contains(Pair("checkpoint",
+                    "NEVER LOAD step_830; NEVER LOAD step_800 (head.weight holds "
+                    "NaN); LOAD /ckpt/run17/step_790 (after step 790): every tensor of it was "
+                    "read and is finite")));
+
+  for (CheckpointFile& each : verdict.launch->checkpoints) each.is_finite = false;
+  verdict.decision = decide(verdict);
+  EXPECT_EQ(verdict.decision.kind, DecisionKind::do_not_restart);
+  EXPECT_THAT(narrative_of(verdict).action, HasSubstr("LEAVE IT DOWN, PAGE THE MODEL AUTHOR"));
 }
 
 TEST(Narrative, ACleanAndAnEmptyVerdictSaySo) {

@@ -59,6 +59,7 @@ namespace nanlocator::inline locate_room {
   /* spread */                                                                \
   FACT(same_on_ranks)                                                         \
   FACT(same_in_microbatches)                                                  \
+  FACT(same_line_elsewhere)                                                   \
   FACT(same_kernel_elsewhere)                                                 \
   FACT(same_collective_elsewhere)                                             \
   FACT(further_weights_bad)                                                   \

@@ -134,8 +134,11 @@ struct JobState {
 
 /// A checkpoint in the folder into which the job saves, as its name says.
 struct CheckpointFile {
-  std::int64_t step = 0;  // after this step's update
+  std::int64_t step = 0;  // after the update of the step with this number in its name
   std::string name;       // inside the folder: "iter_0000900"
+  std::optional<bool>
+      is_finite{};      // every tensor of it; nullopt: it was not read, or not to the end
+  std::string found{};  // if it is not finite: "2.weight holds NaN"
   friend bool operator==(const CheckpointFile&, const CheckpointFile&) = default;
 };
 
@@ -148,6 +151,9 @@ struct Launch {
   int attempt = 0;  // of this run: restarts so far
   std::string checkpoint_dir;
   std::vector<CheckpointFile> checkpoints;  // the newest first, the latest kMostCheckpoints
+  /// What the names of the checkpoints count beyond this run's own count: the steps of the runs
+  /// before it. nullopt: one has a number beyond this run's steps, and it is not known why.
+  std::optional<std::int64_t> steps_before = 0;
   std::string loaded;  // the name in it of what this process loaded last; "" if that is not known
 };
 inline constexpr std::size_t kMostCheckpoints = 16;

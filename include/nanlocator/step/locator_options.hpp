@@ -77,6 +77,12 @@ struct LocatorOptions {
   /// verdict of one rank alone. In no file: it has no text.
   std::function<void(const std::filesystem::path& verdict)> on_finding{};
 
+  /// Called on rank 0 of a job that stops, with the checkpoints in question one after the other:
+  /// reads `path` for at most `limit`, sets `is_finite` and `found`. Throws nothing. In no file.
+  std::function<void(const std::filesystem::path& path, std::chrono::milliseconds limit,
+                     CheckpointFile& file)>
+      read_checkpoint{};
+
   std::string integration = "pytorch";  // for run.json: "pytorch", "megatron", "cpp"
   std::vector<std::string>
       not_covered;  // for run.json: what this configuration cannot see, sentences

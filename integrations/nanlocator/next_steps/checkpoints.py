@@ -4,10 +4,10 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
-from nanlocator.check_checkpoint import check_checkpoint
-from nanlocator.check_checkpoint.report import Content
+from nanlocator.check_checkpoint.content import read_content
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's, written after all ranks have saved
 _MOST_ENTRIES = 100_000
@@ -25,8 +25,7 @@ class Checkpoint:
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """The newest first. Named as the engine names them (src/step/launch.cpp): the number after the last
-    "step", "iter" or "checkpoint"."""
+    """The newest first. Named as the engine names them (src/step/launch.cpp)."""
     found = []
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
@@ -61,19 +60,14 @@ def check(each: Checkpoint, deadline: float) -> None:
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         return
-    report = check_checkpoint(each.path, compare=None, deadline_s=seconds)
-    if not report.checkpoints:
-        each.why = "it could not be read"
-        return
-    contents = report.checkpoints[0].contents
-    bad = [role for role, content in contents.items() if content in (Content.BAD, Content.SUSPECT)]
-    each.is_finite = False if bad else True if report.exit_code == 0 else None
-    each.why = f"bad: {', '.join(bad)}" if bad else "finite" if each.is_finite else "not read to the end"
+    each.is_finite, each.why = read_content(each.path, timedelta(seconds=seconds))
 
 
 def _step_of(name: str) -> int | None:
     lower = name.lower()
-    for word in ("step", "iter", "checkpoint"):
+    if match := re.fullmatch(r"checkpoint-(\d{1,18})", lower):  # Transformers'; others number by epochs
+        return int(match[1])
+    for word in ("step", "iter"):
         found = lower.rfind(word)
         match = re.match(r"[_=-]*(\d{1,18})", lower[found + len(word) :]) if found >= 0 else None
         if match is not None:

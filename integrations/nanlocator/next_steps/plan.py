@@ -8,10 +8,8 @@ from typing import Any
 
 from nanlocator import _C
 from nanlocator.next_steps.checkpoints import TRACKER, Checkpoint
-from nanlocator.next_steps.run import Run
+from nanlocator.next_steps.run import MINUTE, Run
 from nanlocator.next_steps.slurm import Job
-
-_MINUTE = 60  # to which the time of a verdict is known
 
 
 @dataclass(slots=True)
@@ -141,7 +139,7 @@ class _Planner:
         is_new = job.restarts > 0 or (
             job.started is not None
             and self._run.found is not None
-            and job.started >= self._run.found + _MINUTE
+            and job.started >= self._run.found + MINUTE
         )
         if is_new and job.started is not None:
             plan.verified.append(f"job {job.id} was started again at {utc(job.started)} ({_by(job)})")
@@ -215,15 +213,13 @@ class _Planner:
 
     def _is_bad(self, each: Checkpoint) -> bool:
         """Found bad, or saved with the fault in it."""
-        return each.is_finite is False or (self._holds_fault and self._is_newer(each))
+        return each.is_finite is False or (
+            self._holds_fault and self._run.is_too_new(each.step, each.written)
+        )
 
     @property
     def _holds_fault(self) -> bool:
         return self._is_damaged or self._kind == "OLDER_CHECKPOINT"
-
-    def _is_newer(self, each: Checkpoint) -> bool:
-        newest = self._decision.get("newest_step")
-        return newest is not None and each.step > int(newest)
 
     def _set_aside(self) -> None:
         plan, found = self._plan, self._seen.checkpoints
@@ -232,11 +228,16 @@ class _Planner:
             what = f"{folder} cannot be read here" if folder else "the verdict names no folder"
             plan.unknown.append(f"which checkpoints there are: {what}")
             return
+        if found and self._holds_fault and not self._run.has_known_steps:
+            step = self._run.verdict.get("iteration")
+            plan.unknown.append(
+                f"which checkpoints were written before step {step}: their names count other steps"
+            )
         bad = [each for each in found if self._is_bad(each)]
         for each in found:
             if each.is_finite is not None:
                 plan.verified.append(f"{each.path.name} was read: {each.why}")
-            if self._run.found is not None and each.written >= self._run.found + _MINUTE:
+            if self._run.found is not None and each.written >= self._run.found + MINUTE:
                 plan.verified.append(f"{each.path.name} was written after the verdict, {utc(each.written)}")
         load = self._load()
         for each in found:
@@ -374,17 +375,18 @@ class _Planner:
         loads = f", from {load.path.name}" if load is not None else ""
         without = f" without {', '.join(self._out)}" if self._out else ""
         command, note = self._submit(self._out)
-        step = self._run.verdict.get("iteration")
+        # As the checkpoints count: a restarted program may count its own steps from 1 again.
+        named = int(self._run.verdict.get("iteration") or 0) + int(self._run.launch.get("steps_before") or 0)
         do = f"restart it{without}{loads}"
         if self._kind == "SKIP_BATCH":
-            do += f", with {self._added()}, so that step {step} goes without an update"
+            do += f", with {self._added()}, so that the step with that batch goes without an update"
         if self._is_traced:
-            do += f", with {self._added()}, up to step {step}"
+            do += f", with {self._added()}, up to step {named}"
         self._plan.steps.append(
             Step(
                 do + (f" ({note})" if note else ""),
                 command,
-                f"a new attempt beside {self._run.folder.name}, and step {step} without a block",
+                f"a new attempt beside {self._run.folder.name}, and no block by step {named}",
                 [Outcome("a block again, or no new attempt after 15 min", "plan again", self._again())],
             )
         )

@@ -53,12 +53,11 @@ def _look_at_checkpoints(seen: Seen, folder: Path, deadline: float) -> None:
     except OSError:
         return
     seen.resumed, seen.resumed_why = checkpoints.resumed(folder, found)
-    newest = seen.run.decision.get("newest_step")
     # First what would be loaded; a good one ends the search.
     first = [seen.resumed] if seen.resumed is not None else []
     for each in [*first, *(each for each in found if each is not seen.resumed)]:
         checkpoints.check(each, deadline)
-        is_allowed = newest is None or each.step <= int(newest)
+        is_allowed = not seen.run.is_too_new(each.step, each.written)
         if time.monotonic() > deadline or (each.is_finite and is_allowed):
             break
 

@@ -13,6 +13,7 @@ from typing import Any
 from nanlocator import _C
 
 _ATTEMPT = re.compile(r"a(\d+)")
+MINUTE = 60  # to which the time of a verdict is known
 _OLDEST_VERSION = 3  # the first with a decision
 
 
@@ -48,6 +49,20 @@ class Run:
     @property
     def launch(self) -> dict[str, Any]:
         return dict(self.verdict.get("launch") or {})
+
+    @property
+    def has_known_steps(self) -> bool:
+        """Whether the names of the checkpoints say after which of this run's steps they were written."""
+        return self.launch.get("steps_before", 0) is not None
+
+    def is_too_new(self, step: int, written: float) -> bool:
+        """Of a checkpoint with this number in its name, written at this time: not from before the fault."""
+        newest = self.decision.get("newest_step")
+        if newest is None:
+            return False
+        if not self.has_known_steps:
+            return self.found is not None and written >= self.found + MINUTE
+        return step > int(newest) + int(self.launch.get("steps_before", 0))
 
 
 def read_run(path: Path) -> Run:

@@ -17,6 +17,7 @@
 #include "locate/events/fold.hpp"
 #include "locate/origin_facts.hpp"
 #include "locate/receipts.hpp"
+#include "nanlocator/map/rank_coordinates.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 
 namespace nanlocator::inline locate_room::events {
@@ -203,7 +204,9 @@ class Births {
         [](Born& first, Born& other) { first.microbatches.merge(other.microbatches); });
   }
 
-  /// A broken kernel fails in every layer that uses it, and so does a group's collective.
+  /// A broken kernel fails in every layer that uses it, and so does a group's collective. A line of
+  /// the program that several layers execute fails in one of them on one rank and in another on the
+  /// next, as their data have it.
   void fold_repeated() {
     using Code = std::tuple<FactKind, std::string, std::string, Cause, std::vector<int>>;
     fold_by(
@@ -212,13 +215,27 @@ class Births {
           const Origin& origin = each.origin;
           const auto kind = elsewhere_of(origin);
           if (!kind) return std::nullopt;
+          if (*kind == FactKind::same_line_elsewhere) {
+            return Code(*kind, origin.op, line_of(origin), origin.cause, {});
+          }
           return Code(*kind, origin.op, origin.facts.front().group, origin.cause,
                       origin.candidates);
         },
         [](Born& first, Born& other) {
-          add_elsewhere(first.origin, *elsewhere_of(first.origin), place_of(other.origin));
+          const FactKind kind = *elsewhere_of(first.origin);
+          const std::string ranks = kind == FactKind::same_line_elsewhere
+                                        ? " on " + ranks_text(other.origin.candidates)
+                                        : "";
+          add_elsewhere(first.origin, kind, place_of(other.origin) + ranks);
           first.microbatches.merge(other.microbatches);
+          first.replicas.merge(other.replicas);
         });
+  }
+
+  /// "train.py:12 in forward".
+  static std::string line_of(const Origin& origin) {
+    return origin.code->file + ":" + std::to_string(origin.code->line) + " in " +
+           std::string(name_of(origin.phase));
   }
 
   static std::optional<FactKind> elsewhere_of(const Origin& origin) {
@@ -228,6 +245,9 @@ class Births {
     if (has_fact(origin.facts, FactKind::came_from_collective)) {
       return FactKind::same_collective_elsewhere;
     }
+    const bool is_of_operator =
+        origin.cause == Cause::operator_overflow || origin.cause == Cause::operator_undefined;
+    if (is_of_operator && origin.code && !origin.op.empty()) return FactKind::same_line_elsewhere;
     return std::nullopt;
   }
 

@@ -150,7 +150,7 @@ class Reductions {
   }
 
   void add_reduced() {
-    std::set<ParameterKey> unknown;
+    std::map<ParameterKey, const BadList*> unknown;  // before the reduction
     std::vector<Origin> sums;
     std::map<std::set<int>, std::pair<const BadList*, std::int64_t>> copies;  // first, count
     for (const auto& [key, bad] : seen_.in_backward_order(seen_.bad(Phase::grad_reduced))) {
@@ -161,9 +161,10 @@ class Reductions {
         auto& [first, count] = copies.try_emplace(ranks_of(*bad), bad, 0).first->second;
         ++count;
       } else {
-        unknown.insert(*key);
+        unknown.emplace(*key, bad);
       }
     }
+    fold_own_sums(unknown, sums);
     for (Origin& origin : sums) sources_.add({.origin = std::move(origin), .since = Part::late});
     for (const auto& [ranks, found] : copies) {
       const auto& [bad, count] = found;
@@ -175,7 +176,31 @@ class Reductions {
                               .bad = bad_count(bad->front().bad->sighting->stats)});
       sources_.add({.origin = std::move(origin)});
     }
-    add_shared_gradients(seen_, crossed_, unknown, Phase::grad_reduced, sources_);
+    std::set<ParameterKey> keys;
+    for (const auto& [key, bad] : unknown) keys.insert(key);
+    add_shared_gradients(seen_, crossed_, keys, Phase::grad_reduced, sources_);
+  }
+
+  /// Takes what a reduction of the program's own made: where it overflowed in one gradient, Inf in
+  /// another one of the same ranks is its, too.
+  void fold_own_sums(std::map<ParameterKey, const BadList*>& unknown,
+                     std::vector<Origin>& sums) const {
+    std::map<std::set<int>, Origin> overflowed;
+    for (const auto& [key, bad] : unknown) {
+      if (auto sum = own_sum_of(key, *bad)) overflowed.try_emplace(ranks_of(*bad), *std::move(sum));
+    }
+    std::erase_if(unknown, [&](const auto& entry) {
+      const BadList& bad = *entry.second;
+      const auto found = overflowed.find(ranks_of(bad));
+      const Sighting& sighting = *bad.front().bad->sighting;
+      if (found == overflowed.end() || sighting.stats.nan > 0) return false;
+      Origin& sum = found->second;
+      if (sum.parameter != sighting.parameter) {
+        add_elsewhere(sum, FactKind::same_collective_elsewhere, sighting.parameter);
+      }
+      return true;
+    });
+    for (auto& [ranks, sum] : overflowed) sums.push_back(std::move(sum));
   }
 
   /// A fault between the same ranks is in every gradient that they reduce: the first leads.
@@ -188,6 +213,28 @@ class Reductions {
     } else {
       add_elsewhere(*same, FactKind::same_collective_elsewhere, origin.parameter);
     }
+  }
+
+  /// A reduction of the program's own overflowed, if the re-run, which left it out, came to finite
+  /// gradients.
+  std::optional<Origin> own_sum_of(const ParameterKey& key, const BadList& bad) const {
+    std::set<std::string_view> names;
+    for (const BadOnRank& each : bad) names.insert(each.bad->name);
+    std::set<int> members;
+    for (const Place* place : seen_.holders_of(key)) {
+      if (place->evidence == nullptr) return std::nullopt;
+      const auto& rerun = place->evidence->ledger().rerun;
+      if (!rerun || !rerun->without_reduction || rerun->reproduced != false) return std::nullopt;
+      members.insert(place->rank);
+    }
+    const Sighting& sighting = *bad.front().bad->sighting;
+    auto overflow = overflow_of_sum(seen_.incident(), sighting, sorted(members), names);
+    if (members.size() < 2 || !overflow) return std::nullopt;
+    Origin origin = origin_on(seen_, Phase::grad_reduced, Cause::collective_sum, Confidence::medium,
+                              members, bad);
+    origin.is_on_every_candidate = ranks_of(bad) == members;
+    origin.facts.push_back(*std::move(overflow));
+    return origin;
   }
 
   Origin sum_of(const BadList& bad) const {

@@ -388,7 +388,10 @@ class Refinement {
       const auto& rerun = rank.ledger().rerun;
       return rerun && rerun->control_reproduced == true;
     });
-    if (rerun_.reproduced == false && !depends_on_timing) {
+    const bool is_repeated = std::ranges::none_of(incident_.ranks(), [](const auto& rank) {
+      return rank.ledger().rerun && rank.ledger().rerun->without_reduction;
+    });
+    if (rerun_.reproduced == false && !depends_on_timing && is_repeated) {
       origin.facts.push_back({.kind = FactKind::happened_once});
     }
   }
