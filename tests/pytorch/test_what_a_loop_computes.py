@@ -394,7 +394,7 @@ def train_in_half_precision(rank, world_size):
             dist.all_reduce(p.grad)
             p.grad.div_(world_size)
 
-    factors = iter([1.0] * BAD_STEP + [9e3])  # the local gradients are below 65504, some sums are not
+    factors = iter([1.0] * BAD_STEP + [9e3])  # of the local gradients' sums some exceed 65504
     return verdict_of_steps(
         model,
         lambda: model(torch.randn(4, 64).half()).float().sum() * next(factors),
