@@ -207,14 +207,15 @@ void set_on_finding(LocatorOptions& options, const py::object& function) {
 }
 
 /// The same for LocatorOptions::read_checkpoint: called with path and seconds, it returns whether
-/// all of it is finite (None: not known) and what it has found.
+/// all of it is finite (None: not known), what it has found, and the largest magnitude of a weight.
 void set_read_checkpoint(LocatorOptions& options, const py::object& function) {
   options.read_checkpoint = [called = PythonObject(function)](const std::filesystem::path& path,
                                                               std::chrono::milliseconds limit,
                                                               CheckpointFile& file) {
     try {
-      std::tie(file.is_finite, file.found) =
-          called.call<std::pair<std::optional<bool>, std::string>>("__call__", path, limit);
+      using Content = std::tuple<std::optional<bool>, std::string, std::optional<double>>;
+      std::tie(file.is_finite, file.found, file.largest) =
+          called.call<Content>("__call__", path, limit);
     } catch (const std::exception& error) {
       file.found = first_line(error);
     }

@@ -152,7 +152,9 @@ class LocatorOptions(_Bound):
     bundle_count: int
     recorded_bytes: int
     on_finding: Callable[[Path], None] | None
-    def set_read_checkpoint(self, function: Callable[[Path, timedelta], tuple[bool | None, str]]) -> None: ...
+    def set_read_checkpoint(
+        self, function: Callable[[Path, timedelta], tuple[bool | None, str, float | None]]
+    ) -> None: ...
     choices: ClassVar[dict[str, list[str]]]
     integration: str
     not_covered: list[str]

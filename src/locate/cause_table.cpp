@@ -414,6 +414,10 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   if (origin.cause == Cause::operator_overflow && has_jumped(origin)) {
     return {Suspect::memory, Suspect::writer};
   }
+  // Nothing that damages memory makes several elements Inf and none NaN.
+  const bool is_many_inf = origin.tensor && origin.tensor->nan == 0 &&
+                           origin.tensor->pos_inf + origin.tensor->neg_inf > 1;
+  if (origin.cause == Cause::collective_sum && is_many_inf) return {};
   if (has_negative_moment(origin)) return {Suspect::memory, Suspect::checkpoint, Suspect::writer};
   if (origin.cause == Cause::bad_buffer && origin.detail != Detail::made_earlier) {
     return {Suspect::checkpoint, Suspect::writer};

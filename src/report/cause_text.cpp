@@ -605,6 +605,11 @@ std::string refutation_of(const Origin& origin) {
   return "";
 }
 
+std::string with_checked_updates(const std::string& checkpoint) {
+  return "run from " + checkpoint +
+         " with NANLOCATOR_CHECK_PARAMS=1, which finds the step whose update makes it bad";
+}
+
 std::vector<std::string> steps_text(const Origin& origin) {
   const std::string ranks = suspects_of(origin);
   const std::string operation = forward_operation_of(origin);
@@ -639,8 +644,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
       return {"check " +
                   (origin.parameter.empty() ? std::string("the parameter") : origin.parameter) +
                   " in the checkpoint that was loaded",
-              "if it is finite there, run from it with NANLOCATOR_CHECK_PARAMS=1, which finds the "
-              "step whose update makes it bad"};
+              "if it is finite there, " + with_checked_updates("it")};
     case Action::check_buffer:
       if (origin.detail == Detail::made_earlier) {
         return {"print what this line is given, and correct it or that"};

@@ -315,6 +315,7 @@ std::string kind_of(const Origin& origin) {
     return "unknown";
   }
   if (origin.cause == Cause::empty_loss_mask) return "data";
+  if (origin.cause == Cause::divergence) return "learning rate or data";
   switch (origin.owner) {
     case Owner::model_author:
     case Owner::framework:
@@ -355,6 +356,8 @@ const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
       return "a restart has another timing";
     case Cause::left_gradients:
       return "a restart begins without them";
+    case Cause::collective_sum:
+      return "that reduction was not repeated, so one restart shows whether it comes again";
     default:
       return nullptr;
   }
@@ -364,9 +367,8 @@ const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
 std::vector<std::string> next_of(const Verdict& verdict, const Origin& origin) {
   const CheckpointFile* const loaded = loaded_and_read(verdict, origin);
   if (loaded == nullptr || origin.cause != Cause::bad_weight) return steps_text(origin);
-  return {"run from " +
-          (loaded->is_finite == true ? loaded->name : "the one before " + loaded->name) +
-          " with NANLOCATOR_CHECK_PARAMS=1, which finds the step whose update makes it bad"};
+  return {with_checked_updates(loaded->is_finite == true ? loaded->name
+                                                         : "the one before " + loaded->name)};
 }
 
 std::string cause_of(const Verdict& verdict, const Origin& origin) {
@@ -395,7 +397,8 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   if (kind == "hardware" && may_be_code(origin)) {
     kind = origin.cause == Cause::bad_weight ? "hardware" : "hardware or code";
   }
-  if (kind.find(" or ") != kind.npos) certainty = ", open";
+  const bool is_open_kind = kind.find(" or ") != kind.npos && origin.cause != Cause::divergence;
+  if (is_open_kind) certainty = ", open";
   if (kind == "unknown" || kind == "routine") certainty.clear();
   std::vector<std::string> parts = tests_of(verdict, origin);
   if (loaded != nullptr) {
@@ -432,9 +435,22 @@ std::string silent_text(const Verdict& verdict) {
          (hosts.empty() ? "" : ", on " + joined(hosts));
 }
 
+/// How to read what a rank wrote before it fell silent. torchrun prefixes its lines, and lists its
+/// exit code when all have ended.
 std::string log_of(const Verdict& verdict) {
-  const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
-  return is_slurm ? " (StdErr in: scontrol show job " + verdict.launch->job_id + ")" : "";
+  constexpr std::size_t kMost = 8;
+  const auto& launch = verdict.launch;
+  const std::vector<int>& ranks = verdict.silent_ranks;
+  if (launch && !launch->log.empty() && ranks.size() <= kMost) {
+    std::string either;
+    for (const int rank : ranks) append_item(either, std::to_string(rank), "|");
+    if (ranks.size() > 1) either = "(" + either + ")";
+    return "grep -nE -A3 " + shell_word("\\[rank" + either + "\\]:|rank +: " + either + " ") + " " +
+           shell_word(launch->log) + ";";
+  }
+  const bool is_slurm = launch && launch->scheduler == "slurm";
+  return "read its lines in the job's log first" +
+         (is_slurm ? " (StdErr in: scontrol show job " + launch->job_id + ");" : std::string(";"));
 }
 
 std::string silent_hosts(const Verdict& verdict) {
@@ -454,20 +470,21 @@ std::string silent_in_headline(const Verdict& verdict) {
 /// What each kind of error in the log of a rank that did not answer asks for.
 void add_silent(const Verdict& verdict, Rows& rows) {
   if (verdict.silent_ranks.empty()) return;
-  add_row(rows, "silent",
-          "no answer from " + silent_text(verdict) + ": read its lines in the job's log first" +
-              log_of(verdict) + "; the first that fits:");
+  const JobDecision& decision = verdict.decision;
+  add_row(
+      rows, "silent",
+      "no answer from " + silent_text(verdict) + ": " + log_of(verdict) + " the first that fits:");
   add_row(rows, "if CODE", "a Python error of the program: leave it down, page the model author");
   add_row(rows, "if KILLED",
-          "for memory or for time: restart as it was, not traced; ticket model author");
+          "exit code -9, out of memory, or its time was up: restart once on the same hosts, not "
+          "traced; the same again: leave it down, page the model author; ticket model author");
   add_row(rows, "if MACHINE",
-          "a CUDA or driver error, or a lost node: restart without " + silent_hosts(verdict) +
-              ", not traced; ticket cluster on-call");
-  add_row(
-      rows, "if NOTHING",
-      "or only that its connections were closed: do as follows, page " +
-          person_of(verdict.decision.page) + ", ticket " +
-          (verdict.decision.ticket == Owner::nobody ? "none" : person_of(verdict.decision.ticket)));
+          "a CUDA or driver error, or a lost node: restart once without " + silent_hosts(verdict) +
+              ", not traced; page nobody, ticket cluster on-call");
+  add_row(rows, "if NOTHING",
+          "or only that its connections were closed: on the same hosts, as follows; page " +
+              person_of(decision.page) + ", ticket " +
+              (decision.ticket == Owner::nobody ? "none" : person_of(decision.ticket)));
 }
 
 std::string event_of(const Verdict& verdict) {
@@ -650,20 +667,15 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
             "the block of " + step_text(*step) + ": nanlocator report " +
                 shell_word(std::string(run_dir)) + " --step " + std::to_string(*step));
   }
-  if (!run_dir.empty() && decision.kind != DecisionKind::none_needed) {
-    add_row(narrative.rows, "plan",
-            "nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string()) +
-                "   (run it first: it makes these orders anew, with the job and checkpoints as "
-                "they are by then; if you cannot, do as below)");
-  }
   add_row(narrative.rows, "what", what_of(verdict, origin));
   if (origin != nullptr) add_row(narrative.rows, "cause", cause_of(verdict, *origin));
   add_row(narrative.rows, "state", state_of(verdict));
+  if (is_by_log) add_checkpoint(verdict, narrative.rows);
   add_silent(verdict, narrative.rows);
   add_row(narrative.rows, "kill", kill_of(verdict));
   const bool is_look_first = is_to_look_first(verdict);
   if (is_look_first) add_check(verdict, narrative.rows);
-  add_row(narrative.rows, "checkpoint", checkpoint_of(verdict));
+  if (!is_by_log) add_checkpoint(verdict, narrative.rows);
   add_limit(verdict, narrative.rows);
   add_policy(verdict, narrative.rows);
   add_skip(verdict, narrative.rows);
@@ -673,6 +685,12 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
     add_row(narrative.rows, "also",
             count_text(verdict.origins.size() - 1, "other place") +
                 " with a fault of its own: nanlocator report --verbose; this one decides");
+  }
+  if (!run_dir.empty() && decision.kind != DecisionKind::none_needed) {
+    add_row(narrative.rows, "plan",
+            "before any restart: nanlocator next " +
+                shell_word(std::filesystem::absolute(run_dir).string()) +
+                "   (these orders as of then; where they differ, they count)");
   }
   if (origin != nullptr) add_details(verdict, *origin, run_dir, narrative);
   return narrative;

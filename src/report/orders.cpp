@@ -24,7 +24,7 @@ constexpr const char* kNothingBadSaved = "no NaN or Inf can have been saved";
 
 /// Shows the errors of a host's GPUs, or of one.
 std::string error_counters(const std::string& gpu = "") {
-  return "nvidia-smi -q -d ECC" + gpu + "; dmesg -T | grep NVRM";
+  return "nvidia-smi -q -d ECC" + gpu + "; dmesg --time-format iso | grep NVRM";
 }
 
 /// " (2026-11-27 02:12 UTC)", from the run's id, which begins with it; "" for another id.
@@ -197,6 +197,14 @@ std::string loaded_by_run(const Verdict& verdict) {
                   : "the one that this run had loaded";
 }
 
+/// The last step before the weights grew, in this run's count; nullopt if it is not known.
+std::optional<std::int64_t> step_before_growth(const Verdict& verdict) {
+  const Origin& origin = *deciding_origin(verdict);
+  if (origin.cause == Cause::divergence) return verdict.decision.newest_step;
+  const auto grown = first_step_of_growth(origin);
+  return grown ? std::optional(std::max<std::int64_t>(*grown - 1, 0)) : std::nullopt;
+}
+
 /// What to load once the job may start again.
 std::string loaded_text(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
@@ -205,14 +213,15 @@ std::string loaded_text(const Verdict& verdict) {
   const std::string all =
       folder.empty() ? check_command("FOLDER") : check_command(folder) + " --all";
   if (may_be_of_large_weights(verdict)) {
-    const auto grown = first_step_of_growth(*deciding_origin(verdict));
-    const std::optional<std::int64_t> before = deciding_origin(verdict)->cause == Cause::divergence
-                                                   ? decision.newest_step
-                                               : grown ? std::optional(*grown - 1)
-                                                       : std::nullopt;
+    if (const CheckpointFile* const grown_from = checkpoint_before_growth(verdict)) {
+      return "LOAD " + joined_path(folder, grown_from->name) + " (after " +
+             step_text(grown_from->step) + "): finite, and its largest weight, " +
+             short_number(*grown_from->largest) + ", had not grown";
+    }
+    const auto before = step_before_growth(verdict);
     return "LOAD the newest" +
-           (before ? " of " + step_text(named_step(verdict, std::max<std::int64_t>(*before, 0))) +
-                         " or older" + counts_other_steps(verdict)
+           (before ? " of " + step_text(named_step(verdict, *before)) + " or older" +
+                         counts_other_steps(verdict)
                    : std::string()) +
            " whose largest weight is at most ten times that of the one before it (finite is not "
            "enough); this shows them all: " +
@@ -247,7 +256,9 @@ std::string loaded_text(const Verdict& verdict) {
   }
   if (decision.newest_step &&
       *decision.newest_step < 1) {  // its own count, so the names do not matter
-    return "LOAD what this run was started from: no step of it was finished";
+    const bool has_none = verdict.launch && !folder.empty() && verdict.launch->checkpoints.empty();
+    return has_none ? "start it from the beginning: " + folder + " holds no checkpoint"
+                    : "LOAD what this run was started from: none of its steps can be used";
   }
   if (may_load_newest(verdict)) {
     const std::string newest = folder.empty()
@@ -295,7 +306,8 @@ std::string author_of_code(const JobDecision& decision) {
 /// What counts as again: "in bias", "in torch.div of blocks.2", "at train.py:12".
 std::string same_place_text(const Origin* origin) {
   if (origin == nullptr) return "in the same place";
-  if (!origin->parameter.empty()) return "in " + origin->parameter;
+  if (origin->cause == Cause::collective_sum) return "in the reduction of any gradient";
+  if (!origin->parameter.empty()) return "in the parameter " + origin->parameter;
   const bool is_of_writer = origin->cause == Cause::memory_corruption;  // not of the module
   if (!origin->op.empty() && !is_of_writer && !collective_kind_of(origin->op)) {
     return "in " + function_name_of(origin->op) +
@@ -314,17 +326,33 @@ void add_again(const Verdict& verdict, Rows& rows) {
   const bool is_of_somebody =
       decision.ticket != Owner::nobody && decision.ticket != Owner::cluster_operator;
   const bool is_of_data = decision.kind == DecisionKind::skip_batch;
-  add_row(rows, "if AGAIN",
-          is_of_data
-              ? "if it stops at this batch again, its code sets on_bad itself: leave it down, "
-                "page the model author; if more than 10 steps are skipped: end it, page the " +
-                    person_of(decision.ticket)
-              : same_place_text(deciding_origin(verdict)) + ": leave it down, page the " +
-                    person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
-                    "; elsewhere: as its own block says");
+  add_row(
+      rows, "if AGAIN",
+      is_of_data
+          ? "if it stops at this batch again, its code sets on_bad itself: leave it down, "
+            "page the model author; if more than 10 steps in all are skipped: end it, page the " +
+                person_of(decision.ticket)
+          : same_place_text(deciding_origin(verdict)) + ": leave it down, page the " +
+                person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
+                "; elsewhere: as its own block says");
 }
 
 }  // namespace
+
+const CheckpointFile* checkpoint_before_growth(const Verdict& verdict) {
+  constexpr double kGrown = 10;
+  if (!verdict.launch || !verdict.launch->steps_before) return nullptr;
+  const auto before = step_before_growth(verdict);
+  const auto& found = verdict.launch->checkpoints;
+  for (std::size_t i = 0; i + 1 < found.size(); ++i) {
+    const bool is_from_before = !before || found[i].step <= named_step(verdict, *before);
+    const bool is_read = found[i].is_finite == true && found[i].largest && found[i + 1].largest;
+    if (is_from_before && is_read && *found[i].largest <= kGrown * *found[i + 1].largest) {
+      return &found[i];
+    }
+  }
+  return nullptr;
+}
 
 std::optional<double> largest_weight_of(const Origin& origin) {
   const Fact* const weights = find_fact(origin.facts, FactKind::weights_magnitude);
@@ -420,9 +448,11 @@ std::string action_text_of(const Verdict& verdict) {
       const std::string without =
           decision.ranks.empty() ? "" : "WITHOUT " + suspects_text(verdict) + " ";
       return kill + check_first_text(verdict, ", THEN ") + "RESTART " + without + "FROM " +
-             (may_be_of_large_weights(verdict) ? "A CHECKPOINT FROM BEFORE THE WEIGHTS GREW"
-              : decision.is_to_check           ? "A CHECKPOINT THAT IS CHECKED FINITE"
-              : file != nullptr                ? file->name
+             (may_be_of_large_weights(verdict) && checkpoint_before_growth(verdict) != nullptr
+                  ? checkpoint_before_growth(verdict)->name
+              : may_be_of_large_weights(verdict) ? "A CHECKPOINT FROM BEFORE THE WEIGHTS GREW"
+              : decision.is_to_check             ? "A CHECKPOINT THAT IS CHECKED FINITE"
+              : file != nullptr                  ? file->name
               : may_load_newest(verdict)
                   ? "THE NEWEST CHECKPOINT"
                   : "A CHECKPOINT FROM BEFORE STEP " + first_bad_step(verdict));
@@ -450,7 +480,7 @@ std::string restart_word_of(const Verdict& verdict) {
     case DecisionKind::older_checkpoint:
       return is_to_look_first(verdict) ? "ONCE, after the check" : "ONCE";
     case DecisionKind::skip_batch:
-      return "YES, WITHOUT the batch of " + step_text(verdict.iteration);
+      return "YES, with NANLOCATOR_ON_BAD=skip";
     default:
       return "YES";
   }
@@ -468,8 +498,7 @@ std::string hosts_text_of(const Verdict& verdict) {
       const auto silent = hosts_of(verdict, verdict.silent_ranks);
       return "by the log" + (silent.empty() ? "" : ", silent " + joined(silent));
     }
-    return decision.is_traced || decision.kind == DecisionKind::none_needed ? "unchanged"
-                                                                            : "none suspected";
+    return decision.kind == DecisionKind::do_not_restart ? "none suspected" : "unchanged";
   }
   return (leaves_suspects_out(decision) ? "without " : "unchanged, suspect ") +
          suspects_text(verdict);
@@ -478,7 +507,10 @@ std::string hosts_text_of(const Verdict& verdict) {
 std::string load_of(const Verdict& verdict) {
   if (!needs_checkpoint(verdict)) return "not needed";
   if (verdict.decision.kind == DecisionKind::do_not_restart) return "nothing now";
-  if (may_be_of_large_weights(verdict)) return "only one from before the weights grew";
+  if (may_be_of_large_weights(verdict)) {
+    const CheckpointFile* const grown_from = checkpoint_before_growth(verdict);
+    return grown_from != nullptr ? grown_from->name : "only one from before the weights grew";
+  }
   if (verdict.decision.is_to_check) return "only one checked finite";
   if (const CheckpointFile* const file = checkpoint_to_load(verdict)) {
     const bool is_known = verdict.job.are_weights_finite == true || file->is_finite == true;
@@ -525,37 +557,49 @@ std::string kill_of(const Verdict& verdict) {
   if (course_of(verdict) != Course::goes_on_damaged) return "";
   const auto& launch = verdict.launch;
   if (launch && launch->scheduler == "slurm") {
-    // Without the command's name, which scanners of logs take for what has ended the job.
-    return "at once, by SIGKILL to every process of job " + launch->job_id +
-           " (SLURM's cancel command with --signal=KILL --full; without that it sends SIGTERM, and "
-           "the "
-           "job would save); set aside what it has saved since " +
-           step_text(
-               named_step(verdict, verdict.decision.newest_step.value_or(verdict.iteration - 1))) +
-           counts_other_steps(verdict);
+    // Scanners of logs take the command's name for what has ended the job.
+    return "s\\cancel --signal=KILL --full " + launch->job_id +
+           "   (at once: at SIGTERM it would save; the backslash hides it from log scanners)";
   }
   return "SIGKILL to its processes (at SIGTERM it may save)";
 }
 
-std::string checkpoint_of(const Verdict& verdict) {
-  if (!needs_checkpoint(verdict)) return "";
+/// Moves away what no resubmit may load.
+static void add_aside(const Verdict& verdict, const std::vector<std::string>& never, Rows& rows) {
+  constexpr std::size_t kMost = 4;
+  if (never.empty() || never.size() > kMost) return;
+  const std::filesystem::path folder(verdict.launch->checkpoint_dir);
+  const std::string aside = shell_word(folder.string() + ".set_aside");
+  std::string command = "mkdir -p " + aside + " && mv";
+  for (const std::string& name : never) command += " " + shell_word((folder / name).string());
+  add_row(rows, "aside", command + " " + aside + "/   (so that no resubmit loads it)");
+}
+
+void add_checkpoint(const Verdict& verdict, Rows& rows) {
+  if (!needs_checkpoint(verdict)) return;
   const JobDecision& decision = verdict.decision;
-  const bool is_down = decision.kind == DecisionKind::do_not_restart;
-  std::vector<std::string> newer;
-  if (verdict.launch && verdict.launch->steps_before && decision.newest_step) {
-    for (const CheckpointFile& each : checkpoints_of(verdict)) {
-      const bool is_newer = each.step > named_step(verdict, *decision.newest_step);
-      if (is_newer && each.is_finite != false) newer.push_back(each.name);
+  std::vector<std::string> newer, bad;
+  std::string never;
+  for (const CheckpointFile& each : checkpoints_of(verdict)) {
+    const bool is_newer = verdict.launch->steps_before && decision.newest_step &&
+                          each.step > named_step(verdict, *decision.newest_step);
+    if (each.is_finite == false) {
+      bad.push_back(each.name);
+      never += "NEVER LOAD " + each.name + " (" + each.found + "); ";
+    } else if (is_newer && !may_load_newest(verdict)) {
+      newer.push_back(each.name);
     }
   }
-  std::string never;
-  if (!newer.empty() && !may_load_newest(verdict)) {
-    never = "NEVER LOAD " + newer.back() + (newer.size() > 1 ? " or anything newer; " : "; ");
+  if (!newer.empty()) {
+    never =
+        "NEVER LOAD " + newer.back() + (newer.size() > 1 ? " or anything newer; " : "; ") + never;
   }
-  for (const CheckpointFile& each : checkpoints_of(verdict)) {
-    if (each.is_finite == false) never += "NEVER LOAD " + each.name + " (" + each.found + "); ";
-  }
-  return never + (is_down ? "when it is mended, " : "") + loaded_text(verdict);
+  const bool is_down = decision.kind == DecisionKind::do_not_restart;
+  add_row(rows, "checkpoint",
+          (is_by_the_log(verdict) ? "for each restart: " : "") + never +
+              (is_down ? "when it is mended, " : "") + loaded_text(verdict));
+  newer.insert(newer.end(), bad.begin(), bad.end());
+  add_aside(verdict, newer, rows);
 }
 
 /// ": sample 3 of microbatch 1 on rank 2" of that batch; "" where the data were no batch.
@@ -577,27 +621,35 @@ void add_limit(const Verdict& verdict, Rows& rows) {
                            verdict.job.on_bad == "skip" && decision.ticket != Owner::nobody;
   if (!is_left_out) return;
   add_row(rows, "if MORE",
-          "than 10 steps are left out like this: end it, page the " + person_of(decision.ticket));
+          "than 10 steps in all are left out like this, with a block each: end it, page the " +
+              person_of(decision.ticket));
 }
 
 void add_policy(const Verdict& verdict, Rows& rows) {
   const bool is_of_skip = verdict.decision.kind == DecisionKind::skip_batch;
   if (course_of(verdict) != Course::goes_on_damaged || is_of_skip) return;
+  const std::int64_t good = verdict.decision.newest_step.value_or(verdict.iteration - 1);
   add_row(rows, "then",
-          std::string(verdict.decision.kind == DecisionKind::do_not_restart ? "when it is mended, "
-                                                                            : "") +
+          "move away what it has saved after " + step_text(named_step(verdict, good)) +
+              counts_other_steps(verdict) + "; " +
+              (verdict.decision.kind == DecisionKind::do_not_restart ? "when it is mended, " : "") +
               "start it with NANLOCATOR_ON_BAD=stop, so that it stops if this comes again");
 }
 
 void add_skip(const Verdict& verdict, Rows& rows) {
   if (verdict.decision.kind != DecisionKind::skip_batch) return;
-  add_row(
-      rows, "skip",
-      "start it with NANLOCATOR_ON_BAD=skip: the step with this batch goes without an update (it "
-      "is bad" +
-          sample_text(verdict) +
-          "), as any other bad step will, with a WARNING each; at the next planned restart "
-          "without it");
+  const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
+  add_row(rows, "skip",
+          "start it with NANLOCATOR_ON_BAD=skip in its environment" +
+              std::string(is_slurm ? " (sbatch --export=ALL,NANLOCATOR_ON_BAD=skip ...)" : "") +
+              ": the step with this batch (bad" + sample_text(verdict) +
+              ") and any other bad one go without an update, each with a WARNING; the next planned "
+              "start goes without the variable");
+}
+
+static std::string drain_command(const Verdict& verdict, const std::string& hosts) {
+  return "scontrol update NodeName=" + hosts +
+         " State=DRAIN Reason=" + shell_word("job-" + verdict.launch->job_id);
 }
 
 /// The devices' error counters, and what they change.
@@ -610,7 +662,10 @@ static void add_counters(const Verdict& verdict, const std::vector<std::string>&
   const CheckpointFile* const file = decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
   const bool is_one = hosts.size() == 1;
   std::string without = "without " + (is_one ? hosts.front() : "the one that has them");
-  if (is_slurm) without += " (sbatch --exclude=" + (is_one ? hosts.front() : "HOST") + ")";
+  if (is_slurm) {
+    const std::string host = is_one ? hosts.front() : "HOST";
+    without += " (sbatch --exclude=" + host + "; " + drain_command(verdict, host) + ")";
+  }
   if (!is_running && file != nullptr) without += ", from " + file->name;
   if (!is_running && decision.is_to_check) {
     without += may_be_of_large_weights(verdict) ? ", from before the weights grew"
@@ -621,7 +676,7 @@ static void add_counters(const Verdict& verdict, const std::vector<std::string>&
               error_counters_of(verdict));
   add_row(rows, "if errors",
           "uncorrectable volatile counts above 0, or NVRM lines since the job began" +
-              began_text(verdict) + ", or neither can be read: " +
+              began_text(verdict) + ", or nvidia-smi fails: " +
               std::string(is_running ? "end it at its next checkpoint, restart " : "restart ") +
               without +
               (decision.ticket == Owner::cluster_operator ? "" : "; ticket cluster on-call") +
@@ -666,8 +721,7 @@ void add_check(const Verdict& verdict, Rows& rows) {
     for (const std::string& host : hosts) append_item(excluded, host, ",");
     add_row(rows, "exclude",
             "sbatch --exclude=" + excluded +
-                "; and keep other jobs off it: scontrol update NodeName=" + excluded +
-                " State=DRAIN Reason=" + shell_word("job-" + verdict.launch->job_id));
+                "; and keep other jobs off it: " + drain_command(verdict, excluded));
   }
   add_row(rows, "check",
           "cluster on-call, on " + joined(hosts) + (hosts.size() > 1 ? " (started on each)" : "") +

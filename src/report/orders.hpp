@@ -24,6 +24,9 @@ void add_row(Rows& rows, const char* label, std::string text);
 
 /// Weights may have grown for many steps before an operator overflowed: finite is not good.
 [[nodiscard]] bool may_be_of_large_weights(const Origin& origin);
+/// For such an origin: the newest checkpoint that was read, is finite, and whose largest weight is
+/// at most ten times that of the one before it; null if none is known.
+[[nodiscard]] const CheckpointFile* checkpoint_before_growth(const Verdict& verdict);
 /// Of the module's; nullopt if they are not known.
 [[nodiscard]] std::optional<double> largest_weight_of(const Origin& origin);
 
@@ -47,7 +50,8 @@ void add_row(Rows& rows, const char* label, std::string text);
 [[nodiscard]] std::string state_of(const Verdict& verdict);
 /// How to end a job that trains on bad weights; "" for any other.
 [[nodiscard]] std::string kill_of(const Verdict& verdict);
-[[nodiscard]] std::string checkpoint_of(const Verdict& verdict);
+/// What to load, and what to move away.
+void add_checkpoint(const Verdict& verdict, Rows& rows);
 /// How to run the step traced, for a decision that asks for it.
 void add_trace(const Verdict& verdict, Rows& rows);
 /// What tells a machine from code, and what its outcomes mean.

@@ -93,18 +93,19 @@ constexpr auto json_fields(const CheckpointFile*) {
   return std::tuple(JsonField("step", &CheckpointFile::step),
                     JsonField("name", &CheckpointFile::name),
                     JsonAdded(JsonField("finite", &CheckpointFile::is_finite)),
-                    JsonAdded(JsonOrNull("found", &CheckpointFile::found)));
+                    JsonAdded(JsonOrNull("found", &CheckpointFile::found)),
+                    JsonAdded(JsonField("largest", &CheckpointFile::largest)));
 }
 
 constexpr auto json_fields(const Launch*) {
   using L = Launch;
-  return std::tuple(JsonOrNull("found", &L::found), JsonOrNull("scheduler", &L::scheduler),
-                    JsonOrNull("job_id", &L::job_id), JsonOrNull("job_name", &L::job_name),
-                    JsonField("attempt", &L::attempt),
-                    JsonOrNull("checkpoint_dir", &L::checkpoint_dir),
-                    JsonField("checkpoints", &L::checkpoints),
-                    JsonAdded(JsonField("steps_before", &L::steps_before)),
-                    JsonAdded(JsonOrNull("loaded", &L::loaded)));
+  return std::tuple(
+      JsonOrNull("found", &L::found), JsonOrNull("scheduler", &L::scheduler),
+      JsonOrNull("job_id", &L::job_id), JsonOrNull("job_name", &L::job_name),
+      JsonField("attempt", &L::attempt), JsonOrNull("checkpoint_dir", &L::checkpoint_dir),
+      JsonField("checkpoints", &L::checkpoints),
+      JsonAdded(JsonField("steps_before", &L::steps_before)), JsonAdded(JsonOrNull("log", &L::log)),
+      JsonAdded(JsonOrNull("loaded", &L::loaded)));
 }
 
 constexpr auto json_fields(const JobLayout*) {

@@ -15,6 +15,7 @@
 
 #include "nanlocator/locate/decision.hpp"
 #include "nanlocator/step/loaded_checkpoint.hpp"
+#include "report/orders.hpp"
 #include "step/run_directory.hpp"
 
 namespace nanlocator::inline step_room {
@@ -61,6 +62,13 @@ std::optional<std::int64_t> latest_finished(const fs::path& folder) {
   std::string text;
   if (!(file >> text)) return std::nullopt;
   return number_at(text);
+}
+
+/// "" if it is a terminal, a pipe or gone.
+std::string file_of_stderr() {
+  std::error_code error;
+  const fs::path file = fs::read_symlink("/proc/self/fd/2", error);
+  return !error && fs::is_regular_file(file, error) ? file.string() : "";
 }
 
 std::mutex loaded_mutex;
@@ -118,8 +126,10 @@ bool read_checkpoints(Verdict& verdict, const LocatorOptions& options,
   const JobDecision& decision = verdict.decision;
   if (!options.read_checkpoint || !verdict.launch) return false;
   Launch& launch = *verdict.launch;
+  const Origin* const origin = deciding_origin(verdict);
+  const bool is_of_growth = origin != nullptr && may_be_of_large_weights(*origin);
   const bool is_fault_in_none =
-      verdict.job.are_weights_finite == true && !decision.is_to_check &&
+      !is_of_growth && verdict.job.are_weights_finite == true && !decision.is_to_check &&
       decision.newest_step.value_or(verdict.iteration) >= verdict.iteration - 1;
   if (course_of(verdict) != Course::stops || decision.kind == DecisionKind::none_needed ||
       is_fault_in_none || !launch.steps_before) {
@@ -141,7 +151,10 @@ bool read_checkpoints(Verdict& verdict, const LocatorOptions& options,
     if (left.count() <= 0) break;
     options.read_checkpoint(fs::path(launch.checkpoint_dir) / each->name, left, *each);
     has_read = true;
-    if (each->is_finite == true && each->step <= newest) break;
+    if (is_of_growth ? checkpoint_before_growth(verdict) != nullptr
+                     : each->is_finite == true && each->step <= newest) {
+      break;
+    }
   }
   return has_read;
 }
@@ -161,6 +174,7 @@ Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t fir
       launch.scheduler = "torchrun";
       if (id != "none") launch.job_id = id;  // torchrun's default
     }
+    launch.log = file_of_stderr();
     if (checkpoint_dir.empty()) return launch;
     launch.checkpoint_dir = fs::absolute(checkpoint_dir).lexically_normal().string();
     launch.checkpoints = checkpoints_in(checkpoint_dir);

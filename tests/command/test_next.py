@@ -96,7 +96,9 @@ def no_slurm(monkeypatch):
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
 
 
-def planted(folder, kind, *, severity="ERROR", step=700, saved=(600,), job=JOB, attempt=0, **decision):
+def planted(
+    folder, kind, *, severity="ERROR", step=700, saved=(600,), before=0, job=JOB, attempt=0, **decision
+):
     """An attempt's folder with such a verdict, and checkpoints in Megatron's layout."""
     checkpoints = folder / "my ckpt"
     for each in saved:
@@ -128,6 +130,7 @@ def planted(folder, kind, *, severity="ERROR", step=700, saved=(600,), job=JOB, 
             "job_id": job,
             "checkpoint_dir": str(checkpoints) if saved else None,
             "checkpoints": [{"step": each, "name": f"iter_{each:07d}"} for each in saved],
+            "steps_before": before,
         },
     }
     (attempt_folder / "verdict.json").write_text(json.dumps(verdict))
@@ -252,6 +255,23 @@ def test_a_good_checkpoint_written_since_is_loaded_unless_it_holds_the_fault(tmp
     (folder / "verdict.json").write_text(json.dumps(verdict))
     plan = next_of(folder)  # finite is not good
     assert is_said(plan, "set iter_0000800 aside") and is_said(plan, "restart it, from iter_0000600")
+
+
+def test_a_run_that_counts_from_one_again_is_behind_the_names_of_its_checkpoints(tmp_path, slurm_here):
+    slurm_here.gone()
+    folder = planted(tmp_path, "OLDER_CHECKPOINT", step=35, saved=(800, 830, 833), before=800, newest_step=30)
+    plan = next_of(folder)
+    assert is_said(plan, "set iter_0000833 aside") and not is_said(plan, "set iter_0000830 aside")
+    assert is_said(plan, "from iter_0000830")
+    assert "no block by step 835" in plan.steps[-1].expect
+
+
+def test_names_that_count_other_steps_say_nothing_of_the_fault(tmp_path, slurm_here):
+    slurm_here.gone()
+    folder = planted(tmp_path, "OLDER_CHECKPOINT", step=35, saved=(800, 830), before=None, newest_step=30)
+    plan = next_of(folder)
+    assert not is_said(plan, "aside")
+    assert is_said(plan, "which checkpoints were written before step 35: their names count other steps")
 
 
 def test_checkpoints_that_could_not_be_read_in_time_are_a_step_and_not_verified(tmp_path, slurm_here):

@@ -139,6 +139,7 @@ struct CheckpointFile {
   std::optional<bool>
       is_finite{};      // every tensor of it; nullopt: it was not read, or not to the end
   std::string found{};  // if it is not finite: "2.weight holds NaN"
+  std::optional<double> largest{};  // magnitude of a weight
   friend bool operator==(const CheckpointFile&, const CheckpointFile&) = default;
 };
 
@@ -154,6 +155,7 @@ struct Launch {
   /// What the names of the checkpoints count beyond this run's own count: the steps of the runs
   /// before it. nullopt: one has a number beyond this run's steps, and it is not known why.
   std::optional<std::int64_t> steps_before = 0;
+  std::string log;     // file into which rank 0 writes its stderr; "" if it is none
   std::string loaded;  // the name in it of what this process loaded last; "" if that is not known
 };
 inline constexpr std::size_t kMostCheckpoints = 16;

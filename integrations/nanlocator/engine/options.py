@@ -120,7 +120,8 @@ class Options(TypedDict, total=False):
             FOLDER,
             "folder into which the training saves checkpoints, so that a verdict can name the one to load; "
             "known to the integrations of Megatron-Core, Transformers and Lightning. The names must have the "
-            "number of the step as nanlocator counts it",
+            'number of the step, "step" or "iter" before it; where a resumed program counts its steps from 1 '
+            "again, the checkpoint that it has loaded says how many came before",
         ),
     ]
     on_finding: Annotated[

@@ -60,7 +60,7 @@ def check(each: Checkpoint, deadline: float) -> None:
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         return
-    each.is_finite, each.why = read_content(each.path, timedelta(seconds=seconds))
+    each.is_finite, each.why, _ = read_content(each.path, timedelta(seconds=seconds))
 
 
 def _step_of(name: str) -> int | None:
