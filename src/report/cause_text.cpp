@@ -335,7 +335,7 @@ std::vector<std::string> widen_steps(const Origin& origin) {
   return steps;
 }
 
-std::string step_text(const Origin& origin) {
+std::string begin_of_climb(const Origin& origin) {
   const Fact* const climb = find_fact(origin.facts, FactKind::climbed);
   return climb != nullptr && climb->step ? counted(*climb->step) : "the start of the climb";
 }
@@ -862,7 +862,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "look at the optimizer's state of this parameter (second moment), its epsilon and "
           "learning rate"};
     case Action::lower_learning_rate:
-      return {"look at the data from step " + step_text(origin) + " on" +
+      return {"look at the data from step " + begin_of_climb(origin) + " on" +
                   (dtype_of(origin) == "float16" ? "; check the loss scale" : ""),
               "lower the learning rate or lengthen its warm-up"};
     case Action::inspect_norm:

@@ -10,6 +10,7 @@
 #include "nanlocator/record/collective_kind.hpp"
 #include "nanlocator/report/sentences.hpp"
 #include "report/cause_text.hpp"
+#include "report/checkpoint_orders.hpp"
 #include "report/error_code.hpp"
 #include "report/fact_text.hpp"
 #include "report/orders.hpp"
@@ -356,8 +357,6 @@ const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
       return "a restart has another timing";
     case Cause::left_gradients:
       return "a restart begins without them";
-    case Cause::collective_sum:
-      return "that reduction was not repeated, so one restart shows whether it comes again";
     default:
       return nullptr;
   }
@@ -419,6 +418,11 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
                     (why.empty() ? why : ", as " + why));
   }
   std::string text;
+  if (origin.cause == Cause::collective_sum &&
+      verdict.decision.kind == DecisionKind::restart_as_is) {
+    certainty = ", open";
+    text = "that reduction was not repeated, so one restart shows whether it comes again";
+  }
   for (const std::string& part : parts) append_item(text, part, "; ");
   const char* const separator = kind == "unknown" ? "; " : ": ";
   const char* const chance = chance_of_restart(verdict, origin);
@@ -474,15 +478,27 @@ void add_silent(const Verdict& verdict, Rows& rows) {
   add_row(
       rows, "silent",
       "no answer from " + silent_text(verdict) + ": " + log_of(verdict) + " the first that fits:");
-  add_row(rows, "if CODE", "a Python error of the program: leave it down, page the model author");
-  add_row(rows, "if KILLED",
-          "exit code -9, out of memory, or its time was up: restart once on the same hosts, not "
-          "traced; the same again: leave it down, page the model author; ticket model author");
-  add_row(rows, "if MACHINE",
-          "a CUDA or driver error, or a lost node: restart once without " + silent_hosts(verdict) +
-              ", not traced; page nobody, ticket cluster on-call");
+  const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
+  const auto hosts = hosts_of(verdict, verdict.silent_ranks);
+  std::string excluded;
+  for (const std::string& host : hosts) append_item(excluded, host, ",");
+  add_row(
+      rows, "if MACHINE",
+      "'CUDA error', 'NCCL error', exit code -6, -7 or -11, or a lost host: restart once, not "
+      "traced, without " +
+          silent_hosts(verdict) +
+          (is_slurm && !hosts.empty() ? " (sbatch --exclude=" + excluded + ")" : "") +
+          "; page nobody, ticket cluster on-call; again on another host: leave it down, page the "
+          "model author");
+  add_row(
+      rows, "if KILLED",
+      "'OutOfMemory', 'oom', its time was up, or exit code -9 with nothing else: restart once, not "
+      "traced, on the same hosts; page nobody, ticket model author; again: leave it down, page the "
+      "model author");
+  add_row(rows, "if CODE",
+          "any other Python error but a closed connection: leave it down, page the model author");
   add_row(rows, "if NOTHING",
-          "or only that its connections were closed: on the same hosts, as follows; page " +
+          "or only a closed connection, or exit code -15: on the same hosts, as follows; page " +
               person_of(decision.page) + ", ticket " +
               (decision.ticket == Owner::nobody ? "none" : person_of(decision.ticket)));
 }
@@ -688,9 +704,10 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   }
   if (!run_dir.empty() && decision.kind != DecisionKind::none_needed) {
     add_row(narrative.rows, "plan",
-            "before any restart: nanlocator next " +
-                shell_word(std::filesystem::absolute(run_dir).string()) +
-                "   (these orders as of then; where they differ, they count)");
+            std::string(decision.kind == DecisionKind::do_not_restart ? "when it is mended"
+                                                                      : "before any restart") +
+                ": nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string()) +
+                "   (if its output differs from this block, follow the output)");
   }
   if (origin != nullptr) add_details(verdict, *origin, run_dir, narrative);
   return narrative;

@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <cctype>
-#include <charconv>
-#include <filesystem>
-#include <span>
 
 #include "files/printable.hpp"
 #include "files/text.hpp"
+#include "nanlocator/record/collective_kind.hpp"
+#include "report/checkpoint_orders.hpp"
 #include "report/places.hpp"
 #include "report/words.hpp"
 
@@ -19,8 +18,6 @@ std::string in_capitals(std::string text) {
                          [](unsigned char each) { return static_cast<char>(std::toupper(each)); });
   return text;
 }
-
-constexpr const char* kNothingBadSaved = "no NaN or Inf can have been saved";
 
 /// Shows the errors of a host's GPUs, or of one.
 std::string error_counters(const std::string& gpu = "") {
@@ -86,42 +83,6 @@ std::string running_text(const Verdict& verdict) {
   return "running" + policy;
 }
 
-bool needs_checkpoint(const Verdict& verdict) {
-  return verdict.decision.kind != DecisionKind::none_needed;
-}
-
-/// Nothing of the fault can be in a checkpoint yet.
-bool may_load_newest(const Verdict& verdict) {
-  const auto newest = verdict.decision.newest_step;
-  return course_of(verdict) == Course::stops && (!newest || *newest == verdict.iteration - 1);
-}
-
-/// A step of this run, as the names of its checkpoints count.
-std::int64_t named_step(const Verdict& verdict, std::int64_t step) {
-  return step + (verdict.launch ? verdict.launch->steps_before.value_or(0) : 0);
-}
-
-std::span<const CheckpointFile> checkpoints_of(const Verdict& verdict) {
-  return verdict.launch ? verdict.launch->checkpoints : std::span<const CheckpointFile>();
-}
-
-/// Where a step's number says nothing about the checkpoints.
-std::string counts_other_steps(const Verdict& verdict) {
-  const bool is_known = !verdict.launch || verdict.launch->steps_before;
-  return is_known ? "" : " (the names in " + verdict.launch->checkpoint_dir + " count other steps)";
-}
-
-const CheckpointFile* checkpoint_to_load(const Verdict& verdict) {
-  if (!verdict.launch || verdict.launch->checkpoints.empty()) return nullptr;
-  const Launch& launch = *verdict.launch;
-  if (!launch.steps_before) return may_load_newest(verdict) ? &launch.checkpoints.front() : nullptr;
-  const auto newest = verdict.decision.newest_step;
-  const auto found = std::ranges::find_if(launch.checkpoints, [&](const CheckpointFile& each) {
-    return each.is_finite != false && (!newest || each.step - *launch.steps_before <= *newest);
-  });
-  return found == launch.checkpoints.end() ? nullptr : &*found;
-}
-
 /// A machine is not ruled out, though none is suspected.
 bool may_be_hardware(const Verdict& verdict, const Origin& origin) {
   const CheckpointFile* const loaded = loaded_and_read(verdict, origin);
@@ -131,143 +92,6 @@ bool may_be_hardware(const Verdict& verdict, const Origin& origin) {
   return is_of_transfer || std::ranges::any_of(origin.alternatives, [](Suspect each) {
            return each == Suspect::memory || each == Suspect::link;
          });
-}
-
-/// The ranks whose machine is suspected or, without such, not ruled out; few enough to look at.
-std::vector<int> ranks_to_look_at(const Verdict& verdict) {
-  constexpr std::size_t kMost = 4;
-  if (!verdict.decision.ranks.empty()) return verdict.decision.ranks;
-  const Origin* const origin = deciding_origin(verdict);
-  const bool is_open = origin != nullptr && may_be_hardware(verdict, *origin);
-  return is_open && origin->candidates.size() <= kMost ? origin->candidates : std::vector<int>{};
-}
-
-/// Checkpoints from its update on may hold the fault.
-std::string first_bad_step(const Verdict& verdict) {
-  const auto newest = verdict.decision.newest_step.value_or(verdict.iteration - 1);
-  return std::to_string(named_step(verdict, newest + 1));
-}
-
-bool may_be_of_large_weights(const Verdict& verdict) {
-  const Origin* const origin = deciding_origin(verdict);
-  return origin != nullptr && may_be_of_large_weights(*origin);
-}
-
-/// The step in whose maxima the growth shows first: ten times the first one that is known.
-std::optional<std::int64_t> first_step_of_growth(const Origin& origin) {
-  constexpr double kGrown = 10;
-  for (const FactKind kind : {FactKind::weight_maxima, FactKind::gradient_maxima}) {
-    const Fact* const maxima = find_fact(origin.facts, kind);
-    if (maxima == nullptr || maxima->values.empty()) continue;
-    const double first = maxima->values.front().second;
-    const auto grown = std::ranges::find_if(
-        maxima->values, [&](const auto& each) { return each.second > kGrown * first; });
-    if (!(first > 0) || grown == maxima->values.end()) continue;
-    std::int64_t step = 0;
-    const std::string& text = grown->first;
-    const auto read = std::from_chars(text.data(), text.data() + text.size(), step);
-    if (read.ec == std::errc()) return step;
-  }
-  return std::nullopt;
-}
-
-std::string joined_path(const std::string& folder, const std::string& name) {
-  return folder.empty() ? name : (std::filesystem::path(folder) / name).string();
-}
-
-std::string check_command(const std::string& path) {
-  return "nanlocator check-checkpoint " + shell_word(path);
-}
-
-/// Memory that nobody wrote, or that is read too early, holds finite values in most steps.
-std::string garbage_text(const Verdict& verdict) {
-  const Origin* const origin = deciding_origin(verdict);
-  const bool is_garbage = origin != nullptr && (origin->cause == Cause::uninitialised_memory ||
-                                                origin->cause == Cause::race);
-  return is_garbage ? "; what it was trained to so far is in doubt (earlier steps may have read "
-                      "wrong finite "
-                      "values there): that is for the model author to judge, in the morning"
-                    : "";
-}
-
-/// "step_0000300.pt, which this run had loaded".
-std::string loaded_by_run(const Verdict& verdict) {
-  const bool is_known = verdict.launch && !verdict.launch->loaded.empty();
-  return is_known ? verdict.launch->loaded + ", which this run had loaded"
-                  : "the one that this run had loaded";
-}
-
-/// The last step before the weights grew, in this run's count; nullopt if it is not known.
-std::optional<std::int64_t> step_before_growth(const Verdict& verdict) {
-  const Origin& origin = *deciding_origin(verdict);
-  if (origin.cause == Cause::divergence) return verdict.decision.newest_step;
-  const auto grown = first_step_of_growth(origin);
-  return grown ? std::optional(std::max<std::int64_t>(*grown - 1, 0)) : std::nullopt;
-}
-
-/// What to load once the job may start again.
-std::string loaded_text(const Verdict& verdict) {
-  const JobDecision& decision = verdict.decision;
-  const std::string folder = verdict.launch ? verdict.launch->checkpoint_dir : "";
-  const CheckpointFile* const file = checkpoint_to_load(verdict);
-  const std::string all =
-      folder.empty() ? check_command("FOLDER") : check_command(folder) + " --all";
-  if (may_be_of_large_weights(verdict)) {
-    if (const CheckpointFile* const grown_from = checkpoint_before_growth(verdict)) {
-      return "LOAD " + joined_path(folder, grown_from->name) + " (after " +
-             step_text(grown_from->step) + "): finite, and its largest weight, " +
-             short_number(*grown_from->largest) + ", had not grown";
-    }
-    const auto before = step_before_growth(verdict);
-    return "LOAD the newest" +
-           (before ? " of " + step_text(named_step(verdict, *before)) + " or older" +
-                         counts_other_steps(verdict)
-                   : std::string()) +
-           " whose largest weight is at most ten times that of the one before it (finite is not "
-           "enough); this shows them all: " +
-           all + "; if there is none: from the start";
-  }
-  if (decision.is_to_check) {
-    const bool is_down = decision.kind == DecisionKind::do_not_restart;
-    return "LOAD the newest that this finds finite, every tensor of it: " + all +
-           (is_down ? "; if none is: from the start"
-            : ranks_to_look_at(verdict).empty()
-                ? "; if none is, or it is " + loaded_by_run(verdict) +
-                      ": leave it down, page the model author"
-                : "; if none is: leave it down, page the model author");
-  }
-  if (file != nullptr) {
-    const std::string path = joined_path(folder, file->name);
-    const bool is_newest =
-        file == &verdict.launch->checkpoints.front() && course_of(verdict) == Course::stops;
-    const std::string load =
-        "LOAD " + path + " (after " + step_text(file->step) + (is_newest ? ", the newest)" : ")");
-    const bool is_of_before =
-        decision.newest_step && *decision.newest_step == verdict.iteration - 1;
-    if ((may_load_newest(verdict) || is_of_before) && verdict.job.are_weights_finite == true) {
-      return load + ": " + kNothingBadSaved + garbage_text(verdict);
-    }
-    if (file->is_finite == true) {
-      return load + ": every tensor of it was read and is finite" + garbage_text(verdict);
-    }
-    return load + ", once " + check_command(path) +
-           " finds it finite, else the one before; if none is: from the start" +
-           garbage_text(verdict);
-  }
-  if (decision.newest_step &&
-      *decision.newest_step < 1) {  // its own count, so the names do not matter
-    const bool has_none = verdict.launch && !folder.empty() && verdict.launch->checkpoints.empty();
-    return has_none ? "start it from the beginning: " + folder + " holds no checkpoint"
-                    : "LOAD what this run was started from: none of its steps can be used";
-  }
-  if (may_load_newest(verdict)) {
-    const std::string newest = folder.empty()
-                                   ? "LOAD the newest: "
-                                   : "none is in " + folder + " yet; if one is elsewhere: ";
-    return newest + kNothingBadSaved + garbage_text(verdict);
-  }
-  return "LOAD the newest from before the update of step " + first_bad_step(verdict) +
-         counts_other_steps(verdict) + ", NEVER LOAD anything newer";
 }
 
 /// A re-run or a replay has shown it, or the values themselves do.
@@ -331,7 +155,7 @@ void add_again(const Verdict& verdict, Rows& rows) {
       is_of_data
           ? "if it stops at this batch again, its code sets on_bad itself: leave it down, "
             "page the model author; if more than 10 steps in all are skipped: end it, page the " +
-                person_of(decision.ticket)
+                person_of(decision.ticket) + "; elsewhere: as its own block says"
           : same_place_text(deciding_origin(verdict)) + ": leave it down, page the " +
                 person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
                 "; elsewhere: as its own block says");
@@ -339,19 +163,17 @@ void add_again(const Verdict& verdict, Rows& rows) {
 
 }  // namespace
 
-const CheckpointFile* checkpoint_before_growth(const Verdict& verdict) {
-  constexpr double kGrown = 10;
-  if (!verdict.launch || !verdict.launch->steps_before) return nullptr;
-  const auto before = step_before_growth(verdict);
-  const auto& found = verdict.launch->checkpoints;
-  for (std::size_t i = 0; i + 1 < found.size(); ++i) {
-    const bool is_from_before = !before || found[i].step <= named_step(verdict, *before);
-    const bool is_read = found[i].is_finite == true && found[i].largest && found[i + 1].largest;
-    if (is_from_before && is_read && *found[i].largest <= kGrown * *found[i + 1].largest) {
-      return &found[i];
-    }
-  }
-  return nullptr;
+std::vector<int> ranks_to_look_at(const Verdict& verdict) {
+  constexpr std::size_t kMost = 4;
+  if (!verdict.decision.ranks.empty()) return verdict.decision.ranks;
+  const Origin* const origin = deciding_origin(verdict);
+  const bool is_open = origin != nullptr && may_be_hardware(verdict, *origin);
+  return is_open && origin->candidates.size() <= kMost ? origin->candidates : std::vector<int>{};
+}
+
+bool may_be_of_large_weights(const Verdict& verdict) {
+  const Origin* const origin = deciding_origin(verdict);
+  return origin != nullptr && may_be_of_large_weights(*origin);
 }
 
 std::optional<double> largest_weight_of(const Origin& origin) {
@@ -375,14 +197,6 @@ void add_row(Rows& rows, const char* label, std::string text) {
 
 std::string step_text(std::int64_t step) {
   return "step " + std::to_string(step);
-}
-
-const CheckpointFile* loaded_and_read(const Verdict& verdict, const Origin& origin) {
-  const bool may_be_stored = std::ranges::count(origin.alternatives, Suspect::checkpoint) > 0;
-  if (!may_be_stored || !verdict.launch || verdict.launch->loaded.empty()) return nullptr;
-  const auto& found = verdict.launch->checkpoints;
-  const auto loaded = std::ranges::find(found, verdict.launch->loaded, &CheckpointFile::name);
-  return loaded != found.end() && loaded->is_finite ? &*loaded : nullptr;
 }
 
 const Origin* deciding_origin(const Verdict& verdict) {
@@ -447,7 +261,8 @@ std::string action_text_of(const Verdict& verdict) {
           decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
       const std::string without =
           decision.ranks.empty() ? "" : "WITHOUT " + suspects_text(verdict) + " ";
-      return kill + check_first_text(verdict, ", THEN ") + "RESTART " + without + "FROM " +
+      return kill + check_first_text(verdict, ", THEN ") + move_first_text(verdict) + "RESTART " +
+             without + "FROM " +
              (may_be_of_large_weights(verdict) && checkpoint_before_growth(verdict) != nullptr
                   ? checkpoint_before_growth(verdict)->name
               : may_be_of_large_weights(verdict) ? "A CHECKPOINT FROM BEFORE THE WEIGHTS GREW"
@@ -492,7 +307,8 @@ std::string hosts_text_of(const Verdict& verdict) {
     const Origin* const origin = deciding_origin(verdict);
     if (origin != nullptr && may_be_hardware(verdict, *origin)) {
       const auto hosts = hosts_of(verdict, ranks_to_look_at(verdict));
-      return "unchanged" + (hosts.empty() ? "" : ", " + joined(hosts) + " not ruled out");
+      return (is_to_look_first(verdict) ? std::string("by the check") : "unchanged") +
+             (hosts.empty() ? "" : ", " + joined(hosts) + " not ruled out");
     }
     if (is_by_the_log(verdict)) {
       const auto silent = hosts_of(verdict, verdict.silent_ranks);
@@ -500,26 +316,10 @@ std::string hosts_text_of(const Verdict& verdict) {
     }
     return decision.kind == DecisionKind::do_not_restart ? "none suspected" : "unchanged";
   }
-  return (leaves_suspects_out(decision) ? "without " : "unchanged, suspect ") +
+  return (leaves_suspects_out(decision) ? "without "
+          : is_to_look_first(verdict)   ? "by the check, suspect "
+                                        : "unchanged, suspect ") +
          suspects_text(verdict);
-}
-
-std::string load_of(const Verdict& verdict) {
-  if (!needs_checkpoint(verdict)) return "not needed";
-  if (verdict.decision.kind == DecisionKind::do_not_restart) return "nothing now";
-  if (may_be_of_large_weights(verdict)) {
-    const CheckpointFile* const grown_from = checkpoint_before_growth(verdict);
-    return grown_from != nullptr ? grown_from->name : "only one from before the weights grew";
-  }
-  if (verdict.decision.is_to_check) return "only one checked finite";
-  if (const CheckpointFile* const file = checkpoint_to_load(verdict)) {
-    const bool is_known = verdict.job.are_weights_finite == true || file->is_finite == true;
-    return file->name + (is_known ? "" : ", once checked");
-  }
-  if (may_load_newest(verdict)) return verdict.iteration <= 1 ? "as started" : "the newest";
-  const auto newest = verdict.decision.newest_step;
-  if (!newest) return "the newest";
-  return *newest < 1 ? "as started" : step_text(named_step(verdict, *newest)) + " or older";
 }
 
 std::string state_of(const Verdict& verdict) {
@@ -564,44 +364,6 @@ std::string kill_of(const Verdict& verdict) {
   return "SIGKILL to its processes (at SIGTERM it may save)";
 }
 
-/// Moves away what no resubmit may load.
-static void add_aside(const Verdict& verdict, const std::vector<std::string>& never, Rows& rows) {
-  constexpr std::size_t kMost = 4;
-  if (never.empty() || never.size() > kMost) return;
-  const std::filesystem::path folder(verdict.launch->checkpoint_dir);
-  const std::string aside = shell_word(folder.string() + ".set_aside");
-  std::string command = "mkdir -p " + aside + " && mv";
-  for (const std::string& name : never) command += " " + shell_word((folder / name).string());
-  add_row(rows, "aside", command + " " + aside + "/   (so that no resubmit loads it)");
-}
-
-void add_checkpoint(const Verdict& verdict, Rows& rows) {
-  if (!needs_checkpoint(verdict)) return;
-  const JobDecision& decision = verdict.decision;
-  std::vector<std::string> newer, bad;
-  std::string never;
-  for (const CheckpointFile& each : checkpoints_of(verdict)) {
-    const bool is_newer = verdict.launch->steps_before && decision.newest_step &&
-                          each.step > named_step(verdict, *decision.newest_step);
-    if (each.is_finite == false) {
-      bad.push_back(each.name);
-      never += "NEVER LOAD " + each.name + " (" + each.found + "); ";
-    } else if (is_newer && !may_load_newest(verdict)) {
-      newer.push_back(each.name);
-    }
-  }
-  if (!newer.empty()) {
-    never =
-        "NEVER LOAD " + newer.back() + (newer.size() > 1 ? " or anything newer; " : "; ") + never;
-  }
-  const bool is_down = decision.kind == DecisionKind::do_not_restart;
-  add_row(rows, "checkpoint",
-          (is_by_the_log(verdict) ? "for each restart: " : "") + never +
-              (is_down ? "when it is mended, " : "") + loaded_text(verdict));
-  newer.insert(newer.end(), bad.begin(), bad.end());
-  add_aside(verdict, newer, rows);
-}
-
 /// ": sample 3 of microbatch 1 on rank 2" of that batch; "" where the data were no batch.
 static std::string sample_text(const Verdict& verdict) {
   const Origin* const origin = deciding_origin(verdict);
@@ -628,11 +390,9 @@ void add_limit(const Verdict& verdict, Rows& rows) {
 void add_policy(const Verdict& verdict, Rows& rows) {
   const bool is_of_skip = verdict.decision.kind == DecisionKind::skip_batch;
   if (course_of(verdict) != Course::goes_on_damaged || is_of_skip) return;
-  const std::int64_t good = verdict.decision.newest_step.value_or(verdict.iteration - 1);
   add_row(rows, "then",
-          "move away what it has saved after " + step_text(named_step(verdict, good)) +
-              counts_other_steps(verdict) + "; " +
-              (verdict.decision.kind == DecisionKind::do_not_restart ? "when it is mended, " : "") +
+          std::string(verdict.decision.kind == DecisionKind::do_not_restart ? "when it is mended, "
+                                                                            : "") +
               "start it with NANLOCATOR_ON_BAD=stop, so that it stops if this comes again");
 }
 
@@ -643,8 +403,8 @@ void add_skip(const Verdict& verdict, Rows& rows) {
           "start it with NANLOCATOR_ON_BAD=skip in its environment" +
               std::string(is_slurm ? " (sbatch --export=ALL,NANLOCATOR_ON_BAD=skip ...)" : "") +
               ": the step with this batch (bad" + sample_text(verdict) +
-              ") and any other bad one go without an update, each with a WARNING; the next planned "
-              "start goes without the variable");
+              ") and any other bad one go without an update, each with a WARNING; into the ticket: "
+              "the next planned start goes without the variable");
 }
 
 static std::string drain_command(const Verdict& verdict, const std::string& hosts) {

@@ -1,5 +1,5 @@
 // What the block orders, and the state from which it follows: the action, the line of five, the
-// checkpoint, the check of a machine.
+// check of a machine. checkpoint_orders.hpp has the checkpoint.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +22,14 @@ void add_row(Rows& rows, const char* label, std::string text);
 /// The origin from which the decision follows; null without one.
 [[nodiscard]] const Origin* deciding_origin(const Verdict& verdict);
 
+/// The ranks whose machine is suspected or, without such, not ruled out; few enough to look at.
+[[nodiscard]] std::vector<int> ranks_to_look_at(const Verdict& verdict);
+
 /// Weights may have grown for many steps before an operator overflowed: finite is not good.
+[[nodiscard]] bool may_be_of_large_weights(const Verdict& verdict);
 [[nodiscard]] bool may_be_of_large_weights(const Origin& origin);
-/// For such an origin: the newest checkpoint that was read, is finite, and whose largest weight is
-/// at most ten times that of the one before it; null if none is known.
-[[nodiscard]] const CheckpointFile* checkpoint_before_growth(const Verdict& verdict);
 /// Of the module's; nullopt if they are not known.
 [[nodiscard]] std::optional<double> largest_weight_of(const Origin& origin);
-
-/// The checkpoint that this run had loaded, if the bad values may have come from it and it was read
-/// to the end; else null.
-[[nodiscard]] const CheckpointFile* loaded_and_read(const Verdict& verdict, const Origin& origin);
 
 /// The operators of the origin are fused into a kernel that torch.compile has made.
 [[nodiscard]] bool is_of_compiled_code(const Origin& origin);
@@ -44,14 +41,11 @@ void add_row(Rows& rows, const char* label, std::string text);
 [[nodiscard]] std::string action_text_of(const Verdict& verdict);
 [[nodiscard]] std::string restart_word_of(const Verdict& verdict);
 [[nodiscard]] std::string hosts_text_of(const Verdict& verdict);
-[[nodiscard]] std::string load_of(const Verdict& verdict);
 
 /// Stopped or running, the weights, whether it fails again.
 [[nodiscard]] std::string state_of(const Verdict& verdict);
 /// How to end a job that trains on bad weights; "" for any other.
 [[nodiscard]] std::string kill_of(const Verdict& verdict);
-/// What to load, and what to move away.
-void add_checkpoint(const Verdict& verdict, Rows& rows);
 /// How to run the step traced, for a decision that asks for it.
 void add_trace(const Verdict& verdict, Rows& rows);
 /// What tells a machine from code, and what its outcomes mean.

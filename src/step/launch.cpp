@@ -15,6 +15,7 @@
 
 #include "nanlocator/locate/decision.hpp"
 #include "nanlocator/step/loaded_checkpoint.hpp"
+#include "report/checkpoint_orders.hpp"
 #include "report/orders.hpp"
 #include "step/run_directory.hpp"
 

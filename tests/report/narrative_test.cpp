@@ -99,7 +99,7 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
                until it is mended
   checkpoint:  when it is mended, LOAD /ckpt/run17/iter_0000001 (after step 1, the newest): no NaN or Inf can
                have been saved
-  plan:        before any restart: nanlocator next /runs/a0   (these orders as of then; where they differ, they count)
+  plan:        when it is mended: nanlocator next /runs/a0   (if its output differs from this block, follow the output)
   --- for the model author
   model/router.py:515 in gate, forward, microbatch 1 (rank 3 = a17:GPU3)
   515 |  return t / denominator
@@ -135,7 +135,7 @@ TEST(Narrative, ThePlanIsNamedWhereThereIsSomethingToDo) {
   Verdict verdict = division_by_zero();
   const std::string folder = "/a folder/" + std::string(120, 'x') + "/a0";
   EXPECT_THAT(format_verdict(verdict, {.run_dir = folder}),
-              HasSubstr("  plan:        before any restart: nanlocator next '" + folder + "'   ("));
+              HasSubstr("  plan:        when it is mended: nanlocator next '" + folder + "'   ("));
   EXPECT_THAT(narrative_of(verdict).rows, Not(Contains(Key("plan"))));  // the folder is not known
   verdict.job.on_bad = "skip";
   verdict.decision = decide(verdict);
@@ -295,14 +295,16 @@ TEST(Narrative, CheckpointsThatHoldTheFaultAreNeverLoaded) {
                                  {.step = 600, .name = "iter_0000600"}};
   verdict.decision = decide(verdict);
   const Narrative told = narrative_of(verdict);
-  EXPECT_EQ(told.action, "CHECK a17, THEN RESTART FROM iter_0000600");
+  EXPECT_EQ(told.action, "CHECK a17, THEN MOVE 2 CHECKPOINTS AWAY, THEN RESTART FROM iter_0000600");
   EXPECT_THAT(
       told.rows,
-      Contains(Pair("checkpoint", HasSubstr("NEVER LOAD iter_0000700 or anything newer; LOAD "
-                                            "/ckpt/run17/iter_0000600 (after step 600), once "
-                                            "nanlocator check-checkpoint "
-                                            "/ckpt/run17/iter_0000600 finds it finite, else the "
-                                            "one before"))));
+      Contains(
+          Pair("checkpoint",
+               HasSubstr("NEVER LOAD iter_0000700 or anything newer (it may hold the fault); LOAD "
+                         "/ckpt/run17/iter_0000600 (after step 600), once "
+                         "nanlocator check-checkpoint "
+                         "/ckpt/run17/iter_0000600 finds it finite, else the "
+                         "one before"))));
 }
 
 TEST(Narrative, CheckpointsOfARunThatWasResumedCountItsEarlierSteps) {
@@ -325,8 +327,8 @@ TEST(Narrative, CheckpointsOfARunThatWasResumedCountItsEarlierSteps) {
     }
     return std::string();
   };
-  EXPECT_THAT(checkpoint_of(),
-              HasSubstr("NEVER LOAD step_833; LOAD /ckpt/run17/step_830 (after step 830)"));
+  EXPECT_THAT(checkpoint_of(), HasSubstr("NEVER LOAD step_833 (it may hold the fault); LOAD "
+                                         "/ckpt/run17/step_830 (after step 830)"));
 
   verdict.launch->steps_before.reset();
   EXPECT_THAT(checkpoint_of(),
@@ -359,7 +361,7 @@ TEST(Narrative, CheckpointsThatWereReadNeedNoCheck) {
       {.step = 790, .name = "step_790", .is_finite = true}};
   verdict.decision = decide(verdict);
   Narrative told = narrative_of(verdict);
-  EXPECT_EQ(told.action, "RESTART FROM step_790");
+  EXPECT_EQ(told.action, "MOVE 2 CHECKPOINTS AWAY, THEN RESTART FROM step_790");
   EXPECT_EQ(told.load, "step_790");
   EXPECT_THAT(told.rows, Contains(Pair("cause",
                                        "checkpoint, proven: step_800, which this run had "
@@ -370,10 +372,11 @@ TEST(Narrative, CheckpointsThatWereReadNeedNoCheck) {
                                        "/ckpt/run17/step_800 /ckpt/run17.set_aside/"))));
   EXPECT_THAT(
       told.rows,
-      Contains(Pair("checkpoint",
-                    "NEVER LOAD step_830; NEVER LOAD step_800 (head.weight holds "
-                    "NaN); LOAD /ckpt/run17/step_790 (after step 790): every tensor of it was "
-                    "read and is finite")));
+      Contains(Pair(
+          "checkpoint",
+          "NEVER LOAD step_830 (it may hold the fault); NEVER LOAD step_800 (head.weight holds "
+          "NaN); LOAD /ckpt/run17/step_790 (after step 790): every tensor of it was "
+          "read and is finite")));
 
   for (CheckpointFile& each : verdict.launch->checkpoints) each.is_finite = false;
   verdict.decision = decide(verdict);

@@ -1,0 +1,296 @@
+#include "report/checkpoint_orders.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "files/printable.hpp"
+#include "files/text.hpp"
+#include "report/orders.hpp"
+#include "report/words.hpp"
+
+namespace nanlocator::inline report_room {
+namespace {
+
+constexpr const char* kNothingBadSaved = "no NaN or Inf can have been saved";
+
+bool needs_checkpoint(const Verdict& verdict) {
+  return verdict.decision.kind != DecisionKind::none_needed;
+}
+
+std::span<const CheckpointFile> checkpoints_of(const Verdict& verdict) {
+  return verdict.launch ? verdict.launch->checkpoints : std::span<const CheckpointFile>();
+}
+
+std::string joined_path(const std::string& folder, const std::string& name) {
+  return folder.empty() ? name : (std::filesystem::path(folder) / name).string();
+}
+
+std::string check_command(const std::string& path) {
+  return "nanlocator check-checkpoint " + shell_word(path);
+}
+
+/// The step in whose maxima the growth shows first: ten times the first one that is known.
+std::optional<std::int64_t> first_step_of_growth(const Origin& origin) {
+  constexpr double kGrown = 10;
+  for (const FactKind kind : {FactKind::weight_maxima, FactKind::gradient_maxima}) {
+    const Fact* const maxima = find_fact(origin.facts, kind);
+    if (maxima == nullptr || maxima->values.empty()) continue;
+    const double first = maxima->values.front().second;
+    const auto grown = std::ranges::find_if(
+        maxima->values, [&](const auto& each) { return each.second > kGrown * first; });
+    if (!(first > 0) || grown == maxima->values.end()) continue;
+    std::int64_t step = 0;
+    const std::string& text = grown->first;
+    const auto read = std::from_chars(text.data(), text.data() + text.size(), step);
+    if (read.ec == std::errc()) return step;
+  }
+  return std::nullopt;
+}
+
+/// The last step before the weights grew, in this run's count; nullopt if it is not known.
+std::optional<std::int64_t> step_before_growth(const Verdict& verdict) {
+  const Origin& origin = *deciding_origin(verdict);
+  if (origin.cause == Cause::divergence) return verdict.decision.newest_step;
+  const auto grown = first_step_of_growth(origin);
+  return grown ? std::optional(std::max<std::int64_t>(*grown - 1, 0)) : std::nullopt;
+}
+
+/// Memory that nobody wrote, or that is read too early, holds finite values in most steps.
+std::string garbage_text(const Verdict& verdict) {
+  const Origin* const origin = deciding_origin(verdict);
+  const bool is_garbage = origin != nullptr && (origin->cause == Cause::uninitialised_memory ||
+                                                origin->cause == Cause::race);
+  return is_garbage ? "; what it was trained to so far is in doubt (earlier steps may have read "
+                      "wrong finite "
+                      "values there): that is for the model author to judge, in the morning"
+                    : "";
+}
+
+/// What to load once the job may start again.
+std::string loaded_text(const Verdict& verdict) {
+  const JobDecision& decision = verdict.decision;
+  const std::string folder = verdict.launch ? verdict.launch->checkpoint_dir : "";
+  const CheckpointFile* const file = checkpoint_to_load(verdict);
+  const std::string all =
+      folder.empty() ? check_command("FOLDER") : check_command(folder) + " --all";
+  if (may_be_of_large_weights(verdict)) {
+    if (const CheckpointFile* const grown_from = checkpoint_before_growth(verdict)) {
+      return "LOAD " + joined_path(folder, grown_from->name) + " (after " +
+             step_text(grown_from->step) + "): finite, and its largest weight, " +
+             short_number(*grown_from->largest) + ", had not grown";
+    }
+    const auto before = step_before_growth(verdict);
+    return "LOAD the newest" +
+           (before ? " of " + step_text(named_step(verdict, *before)) + " or older" +
+                         counts_other_steps(verdict)
+                   : std::string()) +
+           " whose largest weight is at most ten times that of the one before it (finite is not "
+           "enough); this shows them all: " +
+           all + "; if there is none: from the start";
+  }
+  if (decision.is_to_check) {
+    const bool is_down = decision.kind == DecisionKind::do_not_restart;
+    return "LOAD the newest that this finds finite, every tensor of it: " + all +
+           (is_down ? "; if none is: from the start"
+            : ranks_to_look_at(verdict).empty()
+                ? "; if none is, or it is " + loaded_by_run(verdict) +
+                      ": leave it down, page the model author"
+                : "; if none is: leave it down, page the model author");
+  }
+  if (file != nullptr) {
+    const std::string path = joined_path(folder, file->name);
+    const bool is_newest =
+        file == &verdict.launch->checkpoints.front() && course_of(verdict) == Course::stops;
+    const std::string load =
+        "LOAD " + path + " (after " + step_text(file->step) + (is_newest ? ", the newest)" : ")");
+    const bool is_of_before =
+        decision.newest_step && *decision.newest_step == verdict.iteration - 1;
+    if ((may_load_newest(verdict) || is_of_before) && verdict.job.are_weights_finite == true) {
+      return load + ": " + kNothingBadSaved + garbage_text(verdict);
+    }
+    if (file->is_finite == true) {
+      return load + ": every tensor of it was read and is finite" + garbage_text(verdict);
+    }
+    return load + ", once " + check_command(path) +
+           " finds it finite, else the one before; if none is: from the start" +
+           garbage_text(verdict);
+  }
+  if (decision.newest_step &&
+      *decision.newest_step < 1) {  // its own count, so the names do not matter
+    const bool has_none = verdict.launch && !folder.empty() && verdict.launch->checkpoints.empty();
+    return has_none ? "start it from the beginning: " + folder + " holds no checkpoint"
+                    : "LOAD what this run was started from: none of its steps can be used";
+  }
+  if (may_load_newest(verdict)) {
+    const std::string newest = folder.empty()
+                                   ? "LOAD the newest: "
+                                   : "none is in " + folder + " yet; if one is elsewhere: ";
+    return newest + kNothingBadSaved + garbage_text(verdict);
+  }
+  return "LOAD the newest from before the update of step " + first_bad_step(verdict) +
+         counts_other_steps(verdict) + ", NEVER LOAD anything newer";
+}
+
+struct NeverToLoad {
+  std::vector<std::string> newer, bad;  // than the newest that may be loaded; when they were read
+};
+
+NeverToLoad never_to_load(const Verdict& verdict) {
+  NeverToLoad never;
+  const auto newest = verdict.decision.newest_step;
+  for (const CheckpointFile& each : checkpoints_of(verdict)) {
+    const bool is_newer =
+        verdict.launch->steps_before && newest && each.step > named_step(verdict, *newest);
+    if (each.is_finite == false) {
+      never.bad.push_back(each.name);
+    } else if (is_newer && !may_load_newest(verdict)) {
+      never.newer.push_back(each.name);
+    }
+  }
+  return never;
+}
+
+std::vector<std::string> joined_names(std::vector<std::string> names,
+                                      const std::vector<std::string>& more) {
+  names.insert(names.end(), more.begin(), more.end());
+  return names;
+}
+
+/// Moves away what no resubmit may load: these, or what the running job saves after `good`.
+void add_aside(const Verdict& verdict, const std::vector<std::string>& never,
+               const CheckpointFile* good, Rows& rows) {
+  constexpr std::size_t kMost = 4;
+  const bool is_running = course_of(verdict) == Course::goes_on_damaged && good != nullptr;
+  if (!is_running && (never.empty() || never.size() > kMost)) return;
+  const std::filesystem::path folder(verdict.launch->checkpoint_dir);
+  const std::string aside = shell_word(folder.string() + ".set_aside");
+  std::string command = "mkdir -p " + aside + " && ";
+  if (is_running) {  // not the files that name the latest
+    command += "find " + shell_word(folder.string()) +
+               " -mindepth 1 -maxdepth 1 ! -name 'latest*' -newer " +
+               shell_word((folder / good->name).string()) + " -exec mv -t " + aside + " {} +";
+  } else {
+    command += "mv";
+    for (const std::string& name : never) command += " " + shell_word((folder / name).string());
+    command += " " + aside + "/";
+  }
+  add_row(
+      rows, "aside",
+      (is_running ? "when it is gone: " : "now: ") + command + "   (so that no resubmit loads it)");
+}
+
+}  // namespace
+
+bool may_load_newest(const Verdict& verdict) {
+  const auto newest = verdict.decision.newest_step;
+  return course_of(verdict) == Course::stops && (!newest || *newest == verdict.iteration - 1);
+}
+
+std::int64_t named_step(const Verdict& verdict, std::int64_t step) {
+  return step + (verdict.launch ? verdict.launch->steps_before.value_or(0) : 0);
+}
+
+std::string counts_other_steps(const Verdict& verdict) {
+  const bool is_known = !verdict.launch || verdict.launch->steps_before;
+  return is_known ? "" : " (the names in " + verdict.launch->checkpoint_dir + " count other steps)";
+}
+
+const CheckpointFile* checkpoint_to_load(const Verdict& verdict) {
+  if (!verdict.launch || verdict.launch->checkpoints.empty()) return nullptr;
+  const Launch& launch = *verdict.launch;
+  if (!launch.steps_before) return may_load_newest(verdict) ? &launch.checkpoints.front() : nullptr;
+  const auto newest = verdict.decision.newest_step;
+  const auto found = std::ranges::find_if(launch.checkpoints, [&](const CheckpointFile& each) {
+    return each.is_finite != false && (!newest || each.step - *launch.steps_before <= *newest);
+  });
+  return found == launch.checkpoints.end() ? nullptr : &*found;
+}
+
+std::string first_bad_step(const Verdict& verdict) {
+  const auto newest = verdict.decision.newest_step.value_or(verdict.iteration - 1);
+  return std::to_string(named_step(verdict, newest + 1));
+}
+
+std::string loaded_by_run(const Verdict& verdict) {
+  const bool is_known = verdict.launch && !verdict.launch->loaded.empty();
+  return is_known ? verdict.launch->loaded + ", which this run had loaded"
+                  : "the one that this run had loaded";
+}
+
+const CheckpointFile* checkpoint_before_growth(const Verdict& verdict) {
+  constexpr double kGrown = 10;
+  if (!verdict.launch || !verdict.launch->steps_before) return nullptr;
+  const auto before = step_before_growth(verdict);
+  const auto& found = verdict.launch->checkpoints;
+  for (std::size_t i = 0; i + 1 < found.size(); ++i) {
+    const bool is_from_before = !before || found[i].step <= named_step(verdict, *before);
+    const bool is_read = found[i].is_finite == true && found[i].largest && found[i + 1].largest;
+    if (is_from_before && is_read && *found[i].largest <= kGrown * *found[i + 1].largest) {
+      return &found[i];
+    }
+  }
+  return nullptr;
+}
+
+const CheckpointFile* loaded_and_read(const Verdict& verdict, const Origin& origin) {
+  const bool may_be_stored = std::ranges::count(origin.alternatives, Suspect::checkpoint) > 0;
+  if (!may_be_stored || !verdict.launch || verdict.launch->loaded.empty()) return nullptr;
+  const auto& found = verdict.launch->checkpoints;
+  const auto loaded = std::ranges::find(found, verdict.launch->loaded, &CheckpointFile::name);
+  return loaded != found.end() && loaded->is_finite ? &*loaded : nullptr;
+}
+
+std::string load_of(const Verdict& verdict) {
+  if (!needs_checkpoint(verdict)) return "not needed";
+  if (verdict.decision.kind == DecisionKind::do_not_restart) return "nothing now";
+  if (may_be_of_large_weights(verdict)) {
+    const CheckpointFile* const grown_from = checkpoint_before_growth(verdict);
+    return grown_from != nullptr ? grown_from->name : "only one from before the weights grew";
+  }
+  if (verdict.decision.is_to_check) return "only one checked finite";
+  if (const CheckpointFile* const file = checkpoint_to_load(verdict)) {
+    const bool is_known = verdict.job.are_weights_finite == true || file->is_finite == true;
+    return file->name + (is_known ? "" : ", once checked");
+  }
+  if (may_load_newest(verdict)) return verdict.iteration <= 1 ? "as started" : "the newest";
+  const auto newest = verdict.decision.newest_step;
+  if (!newest) return "the newest";
+  return *newest < 1 ? "as started" : step_text(named_step(verdict, *newest)) + " or older";
+}
+
+void add_checkpoint(const Verdict& verdict, Rows& rows) {
+  if (!needs_checkpoint(verdict)) return;
+  const JobDecision& decision = verdict.decision;
+  const auto [newer, bad] = never_to_load(verdict);
+  std::string never;
+  if (!newer.empty()) {
+    const bool is_diverged =
+        deciding_origin(verdict) != nullptr && deciding_origin(verdict)->cause == Cause::divergence;
+    never = "NEVER LOAD " + newer.back() + (newer.size() > 1 ? " or anything newer" : "") +
+            (is_diverged ? " (saved while it diverged); " : " (it may hold the fault); ");
+  }
+  for (const CheckpointFile& each : checkpoints_of(verdict)) {
+    if (each.is_finite == false) never += "NEVER LOAD " + each.name + " (" + each.found + "); ";
+  }
+  const bool is_down = decision.kind == DecisionKind::do_not_restart;
+  add_row(rows, "checkpoint",
+          (is_by_the_log(verdict) ? "for each restart: " : "") + never +
+              (is_down ? "when it is mended, " : "") + loaded_text(verdict));
+  add_aside(verdict, joined_names(newer, bad), checkpoint_to_load(verdict), rows);
+}
+
+std::string move_first_text(const Verdict& verdict) {
+  const auto [newer, bad] = never_to_load(verdict);
+  const auto never = joined_names(newer, bad);
+  if (never.empty()) return "";
+  return "MOVE " +
+         (never.size() == 1 ? never.front() : std::to_string(never.size()) + " CHECKPOINTS") +
+         " AWAY, THEN ";
+}
+
+}  // namespace nanlocator::inline report_room
