@@ -484,7 +484,7 @@ void add_silent(const Verdict& verdict, Rows& rows) {
   for (const std::string& host : hosts) append_item(excluded, host, ",");
   add_row(
       rows, "if MACHINE",
-      "'CUDA error', 'NCCL error', exit code -6, -7 or -11, or a lost host: restart once, not "
+      "'CUDA error', exit code -6, -7 or -11, or a lost host: restart once, not "
       "traced, without " +
           silent_hosts(verdict) +
           (is_slurm && !hosts.empty() ? " (sbatch --exclude=" + excluded + ")" : "") +
@@ -496,9 +496,11 @@ void add_silent(const Verdict& verdict, Rows& rows) {
       "traced, on the same hosts; page nobody, ticket model author; again: leave it down, page the "
       "model author");
   add_row(rows, "if CODE",
-          "any other Python error but a closed connection: leave it down, page the model author");
+          "any other Python error but of NCCL or a closed connection: leave it down, page the "
+          "model author");
   add_row(rows, "if NOTHING",
-          "or only a closed connection, or exit code -15: on the same hosts, as follows; page " +
+          "or only closed connections, NCCL errors or exit code -15: on the same hosts, as "
+          "follows; page " +
               person_of(decision.page) + ", ticket " +
               (decision.ticket == Owner::nobody ? "none" : person_of(decision.ticket)));
 }
