@@ -1,11 +1,11 @@
 #include "locate/bad_weights.hpp"
 
 #include <algorithm>
-#include <functional>
-#include <numeric>
 #include <optional>
 #include <set>
 #include <string>
+
+#include "locate/origin_facts.hpp"
 
 namespace nanlocator::inline locate_room {
 namespace {
@@ -135,8 +135,7 @@ std::optional<Fact> undefined_update(const RankEvidence& rank, std::int64_t para
 std::optional<Fact> whole_update(const Findings& findings, const Origin& origin) {
   if (!origin.tensor) return std::nullopt;
   const OriginTensor& weight = *origin.tensor;
-  const std::int64_t elements = std::accumulate(weight.shape.begin(), weight.shape.end(),
-                                                std::int64_t{1}, std::multiplies<>());
+  const std::int64_t elements = numel_of(weight.shape);
   const bool is_whole = elements > 0 && weight.nan + weight.pos_inf + weight.neg_inf == elements;
   if (!is_whole || !has_fact(origin.facts, FactKind::every_copy_bad)) return std::nullopt;
   for (const int candidate : origin.candidates) {

@@ -136,33 +136,20 @@ std::string loaded_text(const Verdict& verdict) {
          counts_other_steps(verdict) + ", NEVER LOAD anything newer";
 }
 
-struct NeverToLoad {
-  std::vector<std::string> newer, bad;  // than the newest that may be loaded; when they were read
-};
-
-NeverToLoad never_to_load(const Verdict& verdict) {
-  NeverToLoad never;
+/// The newest first: those read and found bad, and those newer than the newest that may be loaded.
+std::vector<const CheckpointFile*> never_to_load(const Verdict& verdict) {
+  std::vector<const CheckpointFile*> never;
   const auto newest = verdict.decision.newest_step;
   for (const CheckpointFile& each : checkpoints_of(verdict)) {
-    const bool is_newer =
-        verdict.launch->steps_before && newest && each.step > named_step(verdict, *newest);
-    if (each.is_finite == false) {
-      never.bad.push_back(each.name);
-    } else if (is_newer && !may_load_newest(verdict)) {
-      never.newer.push_back(each.name);
-    }
+    const bool is_newer = verdict.launch->steps_before && newest &&
+                          each.step > named_step(verdict, *newest) && !may_load_newest(verdict);
+    if (is_newer || each.is_finite == false) never.push_back(&each);
   }
   return never;
 }
 
-std::vector<std::string> joined_names(std::vector<std::string> names,
-                                      const std::vector<std::string>& more) {
-  names.insert(names.end(), more.begin(), more.end());
-  return names;
-}
-
 /// Moves away what no resubmit may load: these, or what the running job saves after `good`.
-void add_aside(const Verdict& verdict, const std::vector<std::string>& never,
+void add_aside(const Verdict& verdict, const std::vector<const CheckpointFile*>& never,
                const CheckpointFile* good, Rows& rows) {
   constexpr std::size_t kMost = 4;
   const bool is_running = course_of(verdict) == Course::goes_on_damaged && good != nullptr;
@@ -176,7 +163,9 @@ void add_aside(const Verdict& verdict, const std::vector<std::string>& never,
                shell_word((folder / good->name).string()) + " -exec mv -t " + aside + " {} +";
   } else {
     command += "mv";
-    for (const std::string& name : never) command += " " + shell_word((folder / name).string());
+    for (const CheckpointFile* const each : never) {
+      command += " " + shell_word((folder / each->name).string());
+    }
     command += " " + aside + "/";
   }
   add_row(
@@ -266,30 +255,35 @@ std::string load_of(const Verdict& verdict) {
 void add_checkpoint(const Verdict& verdict, Rows& rows) {
   if (!needs_checkpoint(verdict)) return;
   const JobDecision& decision = verdict.decision;
-  const auto [newer, bad] = never_to_load(verdict);
-  std::string never;
-  if (!newer.empty()) {
-    const bool is_diverged =
-        deciding_origin(verdict) != nullptr && deciding_origin(verdict)->cause == Cause::divergence;
-    never = "NEVER LOAD " + newer.back() + (newer.size() > 1 ? " or anything newer" : "") +
-            (is_diverged ? " (saved while it diverged); " : " (it may hold the fault); ");
+  const auto never = never_to_load(verdict);
+  std::string oldest_newer, bad;
+  std::size_t newer = 0;
+  for (const CheckpointFile* const each : never) {
+    if (each->is_finite == false) {
+      bad += "NEVER LOAD " + each->name + " (" + each->found + "); ";
+    } else {
+      oldest_newer = each->name;
+      ++newer;
+    }
   }
-  for (const CheckpointFile& each : checkpoints_of(verdict)) {
-    if (each.is_finite == false) never += "NEVER LOAD " + each.name + " (" + each.found + "); ";
+  if (newer > 0) {
+    const Origin* const origin = deciding_origin(verdict);
+    const bool is_diverged = origin != nullptr && origin->cause == Cause::divergence;
+    oldest_newer = "NEVER LOAD " + oldest_newer + (newer > 1 ? " or anything newer" : "") +
+                   (is_diverged ? " (saved while it diverged); " : " (it may hold the fault); ");
   }
   const bool is_down = decision.kind == DecisionKind::do_not_restart;
   add_row(rows, "checkpoint",
-          (is_by_the_log(verdict) ? "for each restart: " : "") + never +
+          (is_by_the_log(verdict) ? "for each restart: " : "") + oldest_newer + bad +
               (is_down ? "when it is mended, " : "") + loaded_text(verdict));
-  add_aside(verdict, joined_names(newer, bad), checkpoint_to_load(verdict), rows);
+  add_aside(verdict, never, checkpoint_to_load(verdict), rows);
 }
 
 std::string move_first_text(const Verdict& verdict) {
-  const auto [newer, bad] = never_to_load(verdict);
-  const auto never = joined_names(newer, bad);
+  const auto never = never_to_load(verdict);
   if (never.empty()) return "";
   return "MOVE " +
-         (never.size() == 1 ? never.front() : std::to_string(never.size()) + " CHECKPOINTS") +
+         (never.size() == 1 ? never.front()->name : std::to_string(never.size()) + " CHECKPOINTS") +
          " AWAY, THEN ";
 }
 

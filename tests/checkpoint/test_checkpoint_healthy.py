@@ -1,6 +1,7 @@
 """Healthy checkpoints raise nothing; the magnitudes that do, and those that just do not."""
 
 import math
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_models import language_model
 from torch import nn
 
 from nanlocator import check_checkpoint
+from nanlocator.check_checkpoint.content import finite_of
 
 _SMALL = dict(
     vocab_size=64,
@@ -211,6 +213,19 @@ def test_a_weight_far_beyond_its_namesakes_is_a_finding(tmp_path, largest, outli
         weights = {name: torch.full((4,), value) for name, value in zip(weights, largest, strict=True)}
     save_file(weights, tmp_path / "a.safetensors")
     assert found(tmp_path / "a.safetensors") == {("outlier", f"layers.{n}.w", None) for n in outliers}
+
+
+def test_for_the_engine_an_absurd_magnitude_is_neither_finite_nor_proof(tmp_path):
+    save_file(_layers([0.1, 0.1, 1e30, 0.1]), tmp_path / "suspect.safetensors")
+    save_file(_layers([0.1, 0.1, math.nan, 0.1]), tmp_path / "bad.safetensors")
+    save_file(_layers([0.1, 0.1, 0.1, 0.1]), tmp_path / "good.safetensors")
+    minute = timedelta(minutes=1)
+    assert finite_of(tmp_path / "suspect.safetensors", minute)[:2] == (
+        None,
+        "layers.2.w has an absurd magnitude",
+    )
+    assert finite_of(tmp_path / "bad.safetensors", minute)[:2] == (False, "layers.2.w holds NaN")
+    assert finite_of(tmp_path / "good.safetensors", minute)[0] is True
 
 
 def test_tensors_whose_names_end_in_numbers_are_no_namesakes(tmp_path):

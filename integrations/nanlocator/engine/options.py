@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
 import torch
 
 from nanlocator import _C
-from nanlocator.check_checkpoint.content import read_content
+from nanlocator.check_checkpoint.content import finite_of
 from nanlocator.engine.on_finding import OnFinding
 
 
@@ -217,7 +217,7 @@ def resolve_options(
     resolved.threads = torch.get_num_threads()
     resolved.integration = INTEGRATIONS[integration]
     resolved.not_covered = not_covered or []
-    resolved.set_read_checkpoint(read_content)
+    resolved.set_read_checkpoint(finite_of)
     return resolved
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from nanlocator.check_checkpoint.content import read_content
+from nanlocator.check_checkpoint.report import Content
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's, written after all ranks have saved
 _MOST_ENTRIES = 100_000
@@ -60,7 +61,10 @@ def check(each: Checkpoint, deadline: float) -> None:
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         return
-    each.is_finite, each.why, _ = read_content(each.path, timedelta(seconds=seconds))
+    read = read_content(each.path, timedelta(seconds=seconds))
+    each.why = read.found
+    if read.content is not Content.UNKNOWN:
+        each.is_finite = read.content is Content.FINITE
 
 
 def _step_of(name: str) -> int | None:
