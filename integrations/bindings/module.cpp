@@ -26,6 +26,7 @@
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "nanlocator/tensor/scan_work.hpp"
 #include "report/words.hpp"
+#include "step/launch.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;
@@ -284,10 +285,10 @@ void bind_gradients(py::module_& m) {
       .def("finish_agreement", &GradientLocator::finish_agreement, ReleaseGil())
       .def(
           "conclude_alone",
-          [](GradientLocator& l, std::string reason,
+          [](GradientLocator& l, const std::string& reason,
              bool is_of_peers) -> std::optional<std::string> {
             const auto failure = is_of_peers ? Failure::of_peers : Failure::own;
-            const Verdict* verdict = l.conclude_alone(std::move(reason), failure);
+            const Verdict* verdict = l.conclude_alone(reason, failure);
             if (!verdict) return std::nullopt;
             return to_json(*verdict);
           },
@@ -315,6 +316,15 @@ void bind_gradients(py::module_& m) {
         return format_verdict(verdict_from_json(json, "verdict"), {.run_dir = run_dir});
       },
       "json"_a, "run_dir"_a = "");
+  m.def(
+      "with_later_endings",
+      [](const std::string& json, const std::string& attempt, const std::string& job_state) {
+        Verdict verdict = verdict_from_json(json, "verdict");
+        const bool is_new = add_later_endings(verdict, attempt, job_state);
+        return is_new ? std::optional(to_json(verdict)) : std::nullopt;
+      },
+      "json"_a, "attempt"_a, "job_state"_a,
+      "The verdict with what has become known of ranks that did not answer; None: nothing.");
   m.def("netcheck_command", &netcheck_command, "ranks_per_host"_a, "hosts"_a, "first_host"_a);
 }
 

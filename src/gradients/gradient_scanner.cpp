@@ -589,7 +589,7 @@ std::vector<GradientScanner::Scanned> GradientScanner::scanned_gradients() {
     for (const auto& entry : group->entries) {
       const auto slot = group->batches.at(entry.device).first_slot + entry.place;
       const auto& stat = stats.at(entry.device)[slot];
-      scanned.push_back({entry.parameter, stat.fingerprint, stat.is_finite()});
+      scanned.push_back({entry.parameter, stat.fingerprint, stat.is_finite(), stat.sum_of_squares});
     }
   }
   return scanned;

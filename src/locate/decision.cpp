@@ -254,6 +254,29 @@ void use_checkpoints(const Verdict& verdict, JobDecision& decision) {
   }
 }
 
+/// A rank that ended by itself is the better reason where only a further attempt was to tell more.
+void use_endings(const Verdict& verdict, JobDecision& decision) {
+  if (!verdict.launch || verdict.launch->endings.empty()) return;
+  const auto& endings = verdict.launch->endings;
+  const RankEnding& decisive = *std::ranges::max_element(endings, {}, &RankEnding::kind);
+  const bool may_decide = decision.kind == DecisionKind::restart_as_is && decision.ranks.empty() &&
+                          decision.recurrence == Recurrence::none;
+  if (!may_decide || decisive.kind < EndingKind::killed) return;
+  decision.ended_rank = decisive.rank;
+  decision.is_traced = false;
+  decision.ticket = Owner::model_author;
+  if (decisive.kind == EndingKind::code) {
+    decision.kind = DecisionKind::do_not_restart;
+    decision.page = std::exchange(decision.ticket, Owner::nobody);
+  } else if (decisive.kind == EndingKind::machine) {
+    decision.kind = DecisionKind::exclude;
+    decision.ticket = Owner::cluster_operator;
+    for (const RankEnding& each : endings) {
+      if (each.kind == EndingKind::machine) decision.ranks.push_back(each.rank);
+    }
+  }
+}
+
 /// The facts that separate a decision from another one.
 bool is_of_weight(FactKind kind) {
   switch (kind) {
@@ -366,6 +389,7 @@ JobDecision decide(const Verdict& verdict, std::span<const Verdict> earlier) {
     }
     add_recurrence(verdict, earlier, decision);
   }
+  if (course == Course::stops) use_endings(verdict, decision);
   if (course == Course::stops) use_checkpoints(verdict, decision);
   if (course == Course::goes_on) {  // nobody is woken for a job that trains well
     decision.kind = DecisionKind::none_needed;

@@ -274,8 +274,7 @@ void add_checkpoint(const Verdict& verdict, Rows& rows) {
   }
   const bool is_down = decision.kind == DecisionKind::do_not_restart;
   add_row(rows, "checkpoint",
-          (is_by_the_log(verdict) ? "for each restart: " : "") + oldest_newer + bad +
-              (is_down ? "when it is mended, " : "") + loaded_text(verdict));
+          oldest_newer + bad + (is_down ? "when it is mended, " : "") + loaded_text(verdict));
   add_aside(verdict, never, checkpoint_to_load(verdict), rows);
 }
 

@@ -431,78 +431,56 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
 }
 
 /// "rank 2 on a18", "3 ranks: 5-7, on a18".
-std::string silent_text(const Verdict& verdict) {
-  const std::vector<int>& ranks = verdict.silent_ranks;
+std::string silent_text(const Verdict& verdict, const std::vector<int>& ranks) {
   if (ranks.size() == 1) return ranks_place_of(verdict, ranks);
   const auto hosts = hosts_of(verdict, ranks);
   return count_text(ranks.size(), "rank") + ": " + short_list(ranks) +
          (hosts.empty() ? "" : ", on " + joined(hosts));
 }
 
-/// How to read what a rank wrote before it fell silent. torchrun prefixes its lines, and lists its
-/// exit code when all have ended.
-std::string log_of(const Verdict& verdict) {
-  constexpr std::size_t kMost = 8;
-  const auto& launch = verdict.launch;
-  const std::vector<int>& ranks = verdict.silent_ranks;
-  if (launch && !launch->log.empty() && ranks.size() <= kMost) {
-    std::string either;
-    for (const int rank : ranks) append_item(either, std::to_string(rank), "|");
-    if (ranks.size() > 1) either = "(" + either + ")";
-    return "grep -nE -A3 " + shell_word("\\[rank" + either + "\\]:|rank +: " + either + " ") + " " +
-           shell_word(launch->log) + ";";
-  }
-  const bool is_slurm = launch && launch->scheduler == "slurm";
-  return "read its lines in the job's log first" +
-         (is_slurm ? " (StdErr in: scontrol show job " + launch->job_id + ");" : std::string(";"));
-}
-
-std::string silent_hosts(const Verdict& verdict) {
-  const auto hosts = hosts_of(verdict, verdict.silent_ranks);
-  return hosts.empty() ? verdict.silent_ranks.size() > 1 ? "their hosts" : "its host"
-                       : joined(hosts);
-}
-
-std::string silent_in_headline(const Verdict& verdict) {
-  const std::vector<int>& ranks = verdict.silent_ranks;
+std::string silent_in_headline(const Verdict& verdict, const std::vector<int>& ranks) {
   const auto hosts = hosts_of(verdict, ranks);
   return (ranks.size() == 1 ? "RANK " + std::to_string(ranks.front())
-                            : "THE " + std::to_string(ranks.size()) + " SILENT RANKS") +
+                            : std::to_string(ranks.size()) + " RANKS") +
          (hosts.size() == 1 ? " ON " + hosts.front() : "");
 }
 
-/// What each kind of error in the log of a rank that did not answer asks for.
+/// What the log of a rank that did not answer may still tell, and who reads it.
 void add_silent(const Verdict& verdict, Rows& rows) {
-  if (verdict.silent_ranks.empty()) return;
-  const JobDecision& decision = verdict.decision;
-  add_row(
-      rows, "silent",
-      "no answer from " + silent_text(verdict) + ": " + log_of(verdict) + " the first that fits:");
-  const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
-  const auto hosts = hosts_of(verdict, verdict.silent_ranks);
-  std::string excluded;
-  for (const std::string& host : hosts) append_item(excluded, host, ",");
-  add_row(
-      rows, "if MACHINE",
-      "'CUDA error', exit code -6, -7 or -11, or a lost host: restart once, not "
-      "traced, without " +
-          silent_hosts(verdict) +
-          (is_slurm && !hosts.empty() ? " (sbatch --exclude=" + excluded + ")" : "") +
-          "; page nobody, ticket cluster on-call; again on another host: leave it down, page the "
-          "model author");
-  add_row(
-      rows, "if KILLED",
-      "'OutOfMemory', 'oom', its time was up, or exit code -9 with nothing else: restart once, not "
-      "traced, on the same hosts; page nobody, ticket model author; again: leave it down, page the "
-      "model author");
-  add_row(rows, "if CODE",
-          "any other Python error but of NCCL or a closed connection: leave it down, page the "
-          "model author");
-  add_row(rows, "if NOTHING",
-          "or only closed connections, NCCL errors or exit code -15: on the same hosts, as "
-          "follows; page " +
-              person_of(decision.page) + ", ticket " +
-              (decision.ticket == Owner::nobody ? "none" : person_of(decision.ticket)));
+  const std::vector<int> ranks = unexplained_ranks(verdict);
+  if (ranks.empty()) return;
+  const auto& launch = verdict.launch;
+  const std::string silent = "no answer from " + silent_text(verdict, ranks);
+  std::string words;
+  for (const RankEnding& each : launch ? launch->endings : std::vector<RankEnding>{}) {
+    if (words.empty() && each.kind < EndingKind::killed) words = each.text;
+  }
+  if (launch && !launch->log.empty()) {
+    add_row(
+        rows, "silent",
+        silent + "; " + shell_word(launch->log) +
+            (words.empty() ? " did not say why when this was written"
+                           : " has only this of it: '" + words + "'") +
+            ": the plan below reads it again, and says so if that rank's machine, its memory or "
+            "an error of its own asks for something else than this block");
+    return;
+  }
+  const bool is_slurm = launch && launch->scheduler == "slurm";
+  add_row(rows, "silent",
+          silent + ": read its last lines in the job's log" +
+              (is_slurm ? " (StdErr in: scontrol show job " + launch->job_id + ")" : "") +
+              ": an error of its own code: leave it down, page the model author; out of memory or "
+              "killed: restart once, not traced; a GPU or a host lost: restart without that host; "
+              "anything else: as this block says");
+}
+
+/// "rank 1 on a18 ended by itself with 'ValueError: ...'", as its kind.
+std::string cause_of_ending(const Verdict& verdict, const RankEnding& ending) {
+  const std::string kind = ending.kind == EndingKind::machine  ? "hardware"
+                           : ending.kind == EndingKind::killed ? "memory or a kill"
+                                                               : "code";
+  return kind + ", likely: " + ranks_place_of(verdict, {ending.rank}) +
+         " ended by itself: " + ending.text;
 }
 
 std::string event_of(const Verdict& verdict) {
@@ -657,6 +635,7 @@ void add_details(const Verdict& verdict, const Origin& origin, std::string_view 
 std::string error_code_of(const Verdict& verdict) {
   if (verdict.status == VerdictStatus::clean) return "clean";
   const Origin* const origin = deciding_origin(verdict);
+  if (verdict.decision.ended_rank) return "silent_ranks";
   return origin == nullptr ? "incomplete" : error_code_of(*origin);
 }
 
@@ -668,32 +647,33 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   narrative.code = error_code_of(verdict);
   narrative.event = event_of(verdict);
   narrative.action = action_text_of(verdict);
-  if (is_by_the_log(verdict)) {
-    narrative.action = "READ THE LOG OF " + silent_in_headline(verdict) +
-                       "; IF NOTHING IS THERE: " + narrative.action;
+  const std::vector<int> unexplained = unexplained_ranks(verdict);
+  if (!unexplained.empty()) {
+    narrative.action = "RUN nanlocator next, AS " + silent_in_headline(verdict, unexplained) +
+                       " DID NOT ANSWER; UNLESS IT SAYS OTHERWISE: " + narrative.action;
   }
   narrative.restart = restart_word_of(verdict);
   narrative.hosts = hosts_text_of(verdict);
   narrative.load = load_of(verdict);
-  const bool is_by_log = is_by_the_log(verdict);
-  narrative.page = is_by_log ? "by the log" : person_of(decision.page);
-  narrative.ticket = is_by_log                          ? "by the log"
-                     : decision.ticket == Owner::nobody ? "none"
-                                                        : person_of(decision.ticket);
+  narrative.page = person_of(decision.page);
+  narrative.ticket = decision.ticket == Owner::nobody ? "none" : person_of(decision.ticket);
   if (const auto step = deciding_step(verdict)) {
     add_row(narrative.rows, "decides",
             "the block of " + step_text(*step) + ": nanlocator report " +
                 shell_word(std::string(run_dir)) + " --step " + std::to_string(*step));
   }
   add_row(narrative.rows, "what", what_of(verdict, origin));
-  if (origin != nullptr) add_row(narrative.rows, "cause", cause_of(verdict, *origin));
+  if (const RankEnding* const ending = deciding_ending(verdict)) {
+    add_row(narrative.rows, "cause", cause_of_ending(verdict, *ending));
+  } else if (origin != nullptr) {
+    add_row(narrative.rows, "cause", cause_of(verdict, *origin));
+  }
   add_row(narrative.rows, "state", state_of(verdict));
-  if (is_by_log) add_checkpoint(verdict, narrative.rows);
   add_silent(verdict, narrative.rows);
   add_row(narrative.rows, "kill", kill_of(verdict));
   const bool is_look_first = is_to_look_first(verdict);
   if (is_look_first) add_check(verdict, narrative.rows);
-  if (!is_by_log) add_checkpoint(verdict, narrative.rows);
+  add_checkpoint(verdict, narrative.rows);
   add_limit(verdict, narrative.rows);
   add_policy(verdict, narrative.rows);
   add_skip(verdict, narrative.rows);

@@ -128,7 +128,9 @@ std::string author_of_code(const JobDecision& decision) {
 }
 
 /// What counts as again: "in bias", "in torch.div of blocks.2", "at train.py:12".
-std::string same_place_text(const Origin* origin) {
+std::string same_place_text(const Verdict& verdict) {
+  const Origin* const origin = deciding_origin(verdict);
+  if (verdict.decision.ended_rank) return "with such an end of any rank";
   if (origin == nullptr) return "in the same place";
   if (origin->cause == Cause::collective_sum) return "in the reduction of any gradient";
   if (!origin->parameter.empty()) return "in the parameter " + origin->parameter;
@@ -156,7 +158,7 @@ void add_again(const Verdict& verdict, Rows& rows) {
           ? "if it stops at this batch again, its code sets on_bad itself: leave it down, "
             "page the model author; if more than 10 steps in all are skipped: end it, page the " +
                 person_of(decision.ticket) + "; elsewhere: as its own block says"
-          : same_place_text(deciding_origin(verdict)) + ": leave it down, page the " +
+          : same_place_text(verdict) + ": leave it down, page the " +
                 person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
                 "; elsewhere: as its own block says");
 }
@@ -167,7 +169,8 @@ std::vector<int> ranks_to_look_at(const Verdict& verdict) {
   constexpr std::size_t kMost = 4;
   if (!verdict.decision.ranks.empty()) return verdict.decision.ranks;
   const Origin* const origin = deciding_origin(verdict);
-  const bool is_open = origin != nullptr && may_be_hardware(verdict, *origin);
+  const bool is_open =
+      origin != nullptr && !verdict.decision.ended_rank && may_be_hardware(verdict, *origin);
   return is_open && origin->candidates.size() <= kMost ? origin->candidates : std::vector<int>{};
 }
 
@@ -229,8 +232,21 @@ bool is_to_look_first(const Verdict& verdict) {
   });
 }
 
-bool is_by_the_log(const Verdict& verdict) {
-  return !verdict.silent_ranks.empty() && course_of(verdict) == Course::stops;
+std::vector<int> unexplained_ranks(const Verdict& verdict) {
+  if (course_of(verdict) != Course::stops || verdict.decision.ended_rank) return {};
+  std::vector<int> ranks = verdict.silent_ranks;
+  if (!verdict.launch) return ranks;
+  for (const RankEnding& each : verdict.launch->endings) {
+    if (each.kind >= EndingKind::killed) std::erase(ranks, each.rank);
+  }
+  return ranks;
+}
+
+const RankEnding* deciding_ending(const Verdict& verdict) {
+  if (!verdict.decision.ended_rank || !verdict.launch) return nullptr;
+  const auto& endings = verdict.launch->endings;
+  const auto found = std::ranges::find(endings, *verdict.decision.ended_rank, &RankEnding::rank);
+  return found == endings.end() ? nullptr : &*found;
 }
 
 /// "CHECK a18, THEN ", if that decides where it is restarted.
@@ -284,7 +300,6 @@ std::string action_text_of(const Verdict& verdict) {
 
 std::string restart_word_of(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
-  if (is_by_the_log(verdict)) return "BY THE LOG";
   if (decision.is_traced) return "ONLY TRACED";
   switch (decision.kind) {
     case DecisionKind::none_needed:
@@ -305,16 +320,14 @@ std::string hosts_text_of(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
   if (decision.ranks.empty()) {
     const Origin* const origin = deciding_origin(verdict);
-    if (origin != nullptr && may_be_hardware(verdict, *origin)) {
+    if (origin != nullptr && !decision.ended_rank && may_be_hardware(verdict, *origin)) {
       const auto hosts = hosts_of(verdict, ranks_to_look_at(verdict));
       return (is_to_look_first(verdict) ? std::string("by the check") : "unchanged") +
              (hosts.empty() ? "" : ", " + joined(hosts) + " not ruled out");
     }
-    if (is_by_the_log(verdict)) {
-      const auto silent = hosts_of(verdict, verdict.silent_ranks);
-      return "by the log" + (silent.empty() ? "" : ", silent " + joined(silent));
-    }
-    return decision.kind == DecisionKind::do_not_restart ? "none suspected" : "unchanged";
+    const auto silent = hosts_of(verdict, unexplained_ranks(verdict));
+    return (decision.kind == DecisionKind::do_not_restart ? "none suspected" : "unchanged") +
+           (silent.empty() ? "" : ", silent " + joined(silent));
   }
   return (leaves_suspects_out(decision) ? "without "
           : is_to_look_first(verdict)   ? "by the check, suspect "

@@ -33,8 +33,10 @@ void add_row(Rows& rows, const char* label, std::string text);
 
 /// The operators of the origin are fused into a kernel that torch.compile has made.
 [[nodiscard]] bool is_of_compiled_code(const Origin& origin);
-/// Ranks that did not answer: what their log says comes first.
-[[nodiscard]] bool is_by_the_log(const Verdict& verdict);
+/// Ranks that did not answer, and whose end is not known: that may change the orders.
+[[nodiscard]] std::vector<int> unexplained_ranks(const Verdict& verdict);
+/// The end of a rank from which the decision follows; null if it follows from an origin.
+[[nodiscard]] const RankEnding* deciding_ending(const Verdict& verdict);
 
 // The first line and the line of five (narrative.hpp).
 [[nodiscard]] std::string severity_of(const Verdict& verdict);

@@ -401,7 +401,10 @@ class RunReader {
     const std::size_t missing_here =
         static_cast<std::size_t>(world_size) - static_cast<std::size_t>(whole);
     const bool is_same = names_the_same_origins(recorded, report_.verdict);
-    if (recorded.silent_ranks.size() < missing_here) {
+    // A rank that concluded alone had asked nobody.
+    const bool is_of_one_rank =
+        recorded.status == VerdictStatus::partial && recorded.silent_ranks.empty();
+    if (!is_of_one_rank && recorded.silent_ranks.size() < missing_here) {
       report_.notes.push_back(
           "the verdict is the one that the run recorded: it rests on the ledgers of " +
           std::to_string(static_cast<std::size_t>(world_size) - recorded.silent_ranks.size()) +

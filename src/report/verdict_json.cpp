@@ -82,8 +82,8 @@ constexpr auto json_fields(const JobDecision*) {
   using D = JobDecision;
   return std::tuple(JsonField("kind", &D::kind), JsonField("origin", &D::origin),
                     JsonField("traced", &D::is_traced), JsonField("ranks", &D::ranks),
-                    JsonWriteOnly{"hosts"}, JsonWriteOnly{"devices"},
-                    JsonField("newest_step", &D::newest_step),
+                    JsonAdded(JsonField("ended_rank", &D::ended_rank)), JsonWriteOnly{"hosts"},
+                    JsonWriteOnly{"devices"}, JsonField("newest_step", &D::newest_step),
                     JsonField("check_first", &D::is_to_check), JsonField("page", &D::page),
                     JsonField("ticket", &D::ticket), JsonField("recurrence", &D::recurrence),
                     JsonField("rests_on", &D::rests_on));
@@ -97,6 +97,12 @@ constexpr auto json_fields(const CheckpointFile*) {
                     JsonAdded(JsonField("largest", &CheckpointFile::largest)));
 }
 
+constexpr auto json_fields(const RankEnding*) {
+  using E = RankEnding;
+  return std::tuple(JsonField("rank", &E::rank), JsonField("kind", &E::kind),
+                    JsonField("text", &E::text));
+}
+
 constexpr auto json_fields(const Launch*) {
   using L = Launch;
   return std::tuple(
@@ -105,7 +111,8 @@ constexpr auto json_fields(const Launch*) {
       JsonField("attempt", &L::attempt), JsonOrNull("checkpoint_dir", &L::checkpoint_dir),
       JsonField("checkpoints", &L::checkpoints),
       JsonAdded(JsonField("steps_before", &L::steps_before)), JsonAdded(JsonOrNull("log", &L::log)),
-      JsonAdded(JsonOrNull("loaded", &L::loaded)));
+      JsonAdded(JsonField("log_begin", &L::log_begin)),
+      JsonAdded(JsonField("endings", &L::endings)), JsonAdded(JsonOrNull("loaded", &L::loaded)));
 }
 
 constexpr auto json_fields(const JobLayout*) {

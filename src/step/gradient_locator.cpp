@@ -463,7 +463,7 @@ bool GradientLocator::is_consequence(bool are_weights_untouched) {
   return impl.is_consequence;
 }
 
-const Verdict* GradientLocator::conclude_alone(std::string reason, Failure failure) {
+const Verdict* GradientLocator::conclude_alone(const std::string& reason, Failure failure) {
   auto& impl = *impl_;
   auto ledger = impl.ledger_of_conclusion({reason});
   const bool is_finding = !ledger.sightings.empty() || impl.is_norm_bad();
@@ -489,8 +489,9 @@ const Verdict* GradientLocator::conclude_alone(std::string reason, Failure failu
     return &impl.verdicts.back();
   }
   impl.reported_alone = reported;
-  if (!is_finding) notes.push_back(std::move(reason));
-  auto verdict = impl.judge_alone(ledger, is_finding, std::move(notes));
+  if (!is_finding) notes.push_back(reason);
+  auto verdict =
+      impl.judge_alone(ledger, is_finding, std::move(notes), failure == Failure::own ? reason : "");
   verdict.status = VerdictStatus::partial;
   impl.files->write(verdict, VerdictScope::alone, kRankLost);
   if (is_finding) impl.print(verdict);  // a lost rank is one line, printed by one rank

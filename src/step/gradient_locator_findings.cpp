@@ -217,7 +217,8 @@ std::string GradientLocator::Impl::incident_key() {
 }
 
 Verdict GradientLocator::Impl::judge(std::span<const Ledger> ledgers,
-                                     std::vector<std::string> extra_notes) const {
+                                     std::vector<std::string> extra_notes,
+                                     const std::string& own_end) const {
   Verdict verdict;
   try {
     verdict = locate(ledgers, world_size());
@@ -234,8 +235,25 @@ Verdict GradientLocator::Impl::judge(std::span<const Ledger> ledgers,
   }
   verdict.launch = read_launch(options.checkpoint_dir, run.attempt,
                                first_iteration.value_or(iteration), iteration);
+  add_endings(own_end, verdict);
   decide_on(verdict);
   return verdict;
+}
+
+// A rank that ended by an exception has told the others why. Of one that was killed, or whose
+// process was, its log may tell.
+void GradientLocator::Impl::add_endings(const std::string& own_end, Verdict& verdict) const {
+  std::vector<RankEnding>& endings = verdict.launch->endings;
+  if (!own_end.empty()) endings.push_back({rank(), ending_kind_of(own_end), own_end});
+  std::vector<int> unknown = verdict.silent_ranks;
+  if (communicator && communicator->monitor()) {
+    for (const LostRank& each : communicator->monitor()->lost()) {
+      if (each.ended_by.empty()) continue;
+      endings.push_back({each.rank, ending_kind_of(each.ended_by), each.ended_by});
+      std::erase(unknown, each.rank);
+    }
+  }
+  for (auto& each : read_endings(*verdict.launch, unknown)) endings.push_back(std::move(each));
 }
 
 void GradientLocator::Impl::decide_on(Verdict& verdict) const {
@@ -247,9 +265,14 @@ void GradientLocator::Impl::decide_on(Verdict& verdict) const {
 }
 
 Verdict GradientLocator::Impl::judge_alone(const Ledger& ledger, bool is_finding,
-                                           std::vector<std::string> run_notes) const {
-  if (is_finding) return judge({&ledger, 1}, std::move(run_notes));
-  Verdict verdict;  // no origins; the other ranks were not asked, so none is silent
+                                           std::vector<std::string> run_notes,
+                                           const std::string& own_end) const {
+  Verdict verdict;
+  if (is_finding) {
+    verdict = judge({&ledger, 1}, std::move(run_notes), own_end);
+    verdict.silent_ranks.clear();  // they were not asked
+    return verdict;
+  }
   verdict.run_id = run.id;
   verdict.iteration = iteration;
   verdict.notes = std::move(run_notes);

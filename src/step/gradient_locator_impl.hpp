@@ -160,10 +160,14 @@ struct GradientLocator::Impl {
   void add_first_passes(const std::string& key, Gathered& texts,
                         std::vector<std::string>& problems);
   std::string incident_key();
-  Verdict judge(std::span<const Ledger> ledgers, std::vector<std::string> extra_notes) const;
+  Verdict judge(std::span<const Ledger> ledgers, std::vector<std::string> extra_notes,
+                const std::string& own_end = "") const;
+  /// `own_end`: the error that ends this rank; "" if it goes on.
+  void add_endings(const std::string& own_end, Verdict& verdict) const;
   void decide_on(Verdict& verdict) const;
   void write_page(const Verdict& verdict, std::vector<Ledger> ledgers) const;
-  Verdict judge_alone(const Ledger& ledger, bool is_finding, std::vector<std::string> notes) const;
+  Verdict judge_alone(const Ledger& ledger, bool is_finding, std::vector<std::string> notes,
+                      const std::string& own_end) const;
   void keep_on_disk(const Ledger& ledger, std::vector<std::string>& problems) const;
   [[nodiscard]] History history() const;
   void keep_history_on_disk(std::vector<std::string>& problems) const;

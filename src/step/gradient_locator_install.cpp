@@ -1,4 +1,5 @@
 #include "step/gradient_locator_impl.hpp"
+#include "step/launch.hpp"
 
 #include <nlohmann/json.hpp>
 
@@ -48,6 +49,7 @@ void GradientLocator::Impl::open_run(Deadline deadline) {
   }
   run = {opened.at("run").get<std::string>(), opened.at("attempt").get<int>()};
   directory = run_directory(options.output_dir, run.attempt);
+  begin_log();
   bundles = std::make_unique<BundleStore>(
       directory, BundleBudget{.bytes = options.bundle_bytes, .count = options.bundle_count});
 

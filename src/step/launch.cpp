@@ -1,6 +1,7 @@
 #include "step/launch.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cctype>
 #include <charconv>
 #include <cstdlib>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "nanlocator/locate/decision.hpp"
+#include "nanlocator/report/read_run.hpp"
 #include "nanlocator/step/loaded_checkpoint.hpp"
 #include "report/checkpoint_orders.hpp"
 #include "report/orders.hpp"
@@ -72,6 +74,8 @@ std::string file_of_stderr() {
   return !error && fs::is_regular_file(file, error) ? file.string() : "";
 }
 
+std::atomic<std::int64_t> log_begin{0};
+
 std::mutex loaded_mutex;
 std::string loaded_path;
 
@@ -84,6 +88,54 @@ std::string loaded_from(const fs::path& folder) {
 }
 
 }  // namespace
+
+void begin_log() noexcept {
+  std::error_code error;
+  const auto size = fs::file_size(file_of_stderr(), error);
+  log_begin = error ? 0 : static_cast<std::int64_t>(size);
+}
+
+std::vector<RankEnding> read_endings(const Launch& launch, std::span<const int> ranks) noexcept {
+  constexpr std::int64_t kMostBytes = std::int64_t{16} << 20;
+  try {
+    std::ifstream file(launch.log, std::ios::binary | std::ios::ate);
+    if (launch.log.empty() || ranks.empty() || !file) return {};
+    const std::int64_t size = file.tellg();
+    const std::int64_t begin = std::max(launch.log_begin, size - kMostBytes);
+    if (begin >= size) return {};
+    std::string text(static_cast<std::size_t>(size - begin), '\0');
+    file.seekg(begin);
+    file.read(text.data(), static_cast<std::streamsize>(text.size()));
+    text.resize(static_cast<std::size_t>(file.gcount()));
+    return endings_in(text, ranks);
+  } catch (const std::exception&) {  // what is missing is said to be unknown
+    return {};
+  }
+}
+
+bool add_later_endings(Verdict& verdict, const fs::path& attempt, const std::string& job_state) {
+  if (!verdict.launch) return false;
+  auto& endings = verdict.launch->endings;
+  auto found = read_endings(*verdict.launch, verdict.silent_ranks);
+  const EndingKind of_job = ending_kind_of(job_state);
+  if (of_job == EndingKind::killed || of_job == EndingKind::machine) {
+    for (const int rank : verdict.silent_ranks) {
+      const auto known = std::ranges::find(found, rank, &RankEnding::rank);
+      if (known == found.end()) found.push_back({rank, of_job, "the job is " + job_state});
+    }
+  }
+  bool is_new = false;
+  for (RankEnding& each : found) {
+    const auto known = std::ranges::find(endings, each.rank, &RankEnding::rank);
+    const bool is_better = known == endings.end() || known->kind < each.kind;
+    if (!is_better) continue;
+    if (known != endings.end()) endings.erase(known);
+    endings.push_back(std::move(each));
+    is_new = true;
+  }
+  if (is_new) verdict.decision = decide(verdict, earlier_verdicts(attempt));
+  return is_new;
+}
 
 void note_loaded_checkpoint(std::string path) {
   const std::lock_guard lock(loaded_mutex);
@@ -176,6 +228,7 @@ Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t fir
       if (id != "none") launch.job_id = id;  // torchrun's default
     }
     launch.log = file_of_stderr();
+    launch.log_begin = log_begin;
     if (checkpoint_dir.empty()) return launch;
     launch.checkpoint_dir = fs::absolute(checkpoint_dir).lexically_normal().string();
     launch.checkpoints = checkpoints_in(checkpoint_dir);

@@ -242,6 +242,11 @@ bool run_control(RerunPasses& passes, Evidence& evidence) {
   evidence.findings.control_reproduced = passes.locator.is_true_anywhere(control.is_bad);
   evidence.are_gradients_finite = evidence.findings.control_reproduced == false;
   evidence.findings.not_restored = passes.not_restored;  // what varies by re-run is known now
+  const Pass& first = evidence.explaining.pass;
+  if (evidence.are_gradients_finite && have_other_norms(first.scanned, control.scanned)) {
+    evidence.findings.not_restored.emplace_back(
+        "something unknown, by which the gradients of two re-runs differ");
+  }
   return true;
 }
 

@@ -39,6 +39,18 @@ std::int64_t count_changed(const std::vector<GradientScanner::Scanned>& first,
   return changed;
 }
 
+bool have_other_norms(const std::vector<GradientScanner::Scanned>& first,
+                      const std::vector<GradientScanner::Scanned>& second) {
+  constexpr double kOfRounding = 0.01;  // bfloat16 has 8 bits
+  const auto norm_of = [](const std::vector<GradientScanner::Scanned>& gradients) {
+    double sum = 0;
+    for (const auto& each : gradients) sum += each.sum_of_squares;
+    return std::sqrt(sum);
+  };
+  const double a = norm_of(first), b = norm_of(second);
+  return std::isfinite(a) && std::isfinite(b) && std::abs(a - b) > kOfRounding * std::max(a, b);
+}
+
 RerunPasses::RerunPasses(GradientLocator& locator_)
     : locator(locator_), threads(locator_.options().threads) {}
 

@@ -49,6 +49,11 @@ struct TracedPass {
 [[nodiscard]] std::int64_t count_changed(const std::vector<GradientScanner::Scanned>& first,
                                          const std::vector<GradientScanner::Scanned>& second);
 
+/// True if the norms of two re-runs' gradients differ by more than what kernels that add up in any
+/// order make of it: the program did not compute the same.
+[[nodiscard]] bool have_other_norms(const std::vector<GradientScanner::Scanned>& first,
+                                    const std::vector<GradientScanner::Scanned>& second);
+
 /// A step that can be executed again, and what its passes are scanned into. Training thread.
 class RerunPasses {
  public:

@@ -53,6 +53,42 @@ TEST(Decision, CodeThatFailsAgainStaysDown) {
   EXPECT_EQ(decision.newest_step, 9);
 }
 
+/// A finding that only a traced restart would explain, and the end of rank 1.
+Verdict unexplained_but_ended(EndingKind kind) {
+  Verdict verdict = verdict_of(Cause::unknown);
+  verdict.silent_ranks = {1};
+  verdict.launch = Launch{.endings = {{1, kind, "..."}}};
+  verdict.decision = decide(verdict);
+  return verdict;
+}
+
+TEST(Decision, ARankThatEndedByItselfDecidesWhereNothingElseDoes) {
+  const JobDecision code = unexplained_but_ended(EndingKind::code).decision;
+  EXPECT_EQ(code.kind, DecisionKind::do_not_restart);
+  EXPECT_EQ(code.page, Owner::model_author);
+  EXPECT_EQ(code.ticket, Owner::nobody);
+  const JobDecision machine = unexplained_but_ended(EndingKind::machine).decision;
+  EXPECT_EQ(machine.kind, DecisionKind::exclude);
+  EXPECT_THAT(machine.ranks, ElementsAre(1));
+  EXPECT_EQ(machine.ticket, Owner::cluster_operator);
+  const JobDecision killed = unexplained_but_ended(EndingKind::killed).decision;
+  EXPECT_EQ(killed.kind, DecisionKind::restart_as_is);
+  EXPECT_FALSE(killed.is_traced);
+  for (const JobDecision& each : {code, machine, killed}) EXPECT_EQ(each.ended_rank, 1);
+}
+
+TEST(Decision, AConsequenceAndAProvenOriginLeaveItAsItIs) {
+  for (const EndingKind kind : {EndingKind::other, EndingKind::of_peers}) {
+    const JobDecision decision = unexplained_but_ended(kind).decision;
+    EXPECT_TRUE(decision.is_traced);
+    EXPECT_EQ(decision.ended_rank, std::nullopt);
+  }
+  Verdict proven = verdict_of(Cause::operator_undefined, {}, Detail::log_of_negative);
+  const JobDecision before = decide(proven);
+  proven.launch = Launch{.endings = {{1, EndingKind::machine, "..."}}};
+  EXPECT_EQ(decide(proven), before);
+}
+
 TEST(Decision, ABadBatchIsSkippedAndNobodyIsWoken) {
   for (const Cause cause : {Cause::bad_input, Cause::empty_loss_mask}) {
     const JobDecision decision = decide(verdict_of(cause));

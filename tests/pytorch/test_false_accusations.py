@@ -228,8 +228,7 @@ class Counts(nn.Module):
 @pytest.mark.parametrize(
     "where",
     [
-        *("a namespace", "a global", "a closure", "a default", "the class"),
-        pytest.param("a file", marks=accuses("the machine: not_reproduced, owner cluster operator")),
+        *("a namespace", "a global", "a closure", "a default", "the class", "a file"),
     ],
 )
 def test_a_count_of_calls_beside_the_module_accuses_no_machine(where, monkeypatch):

@@ -340,3 +340,55 @@ def test_where_all_others_end_at_once_by_their_transfers_errors_the_lost_rank_is
     assert codes == [1, -9]
     verdict = json.loads(Path("nanlocator_run/a0/verdict_rank0.json").read_text())
     assert (verdict["status"], verdict["silent_ranks"], verdict["origins"]) == ("partial", [1], [])
+
+
+# One rank ends by itself in the step in which another's batch is bad: the step cannot be re-run.
+def ends_alone(rank, world_size, port, end):
+    import os
+    import signal
+    import time
+
+    import torch
+
+    sys.stderr = open("job.err", "a", buffering=1)
+    os.dup2(sys.stderr.fileno(), 2)
+    model, optimizer = watched_on_ranks(rank, world_size, port, gather_deadline=4)
+    for step in range(1, 4):
+        x = torch.ones(8, 4)
+        if step == 2:
+            time.sleep(2)  # every monitor is connected
+            x[2, 3] = float("inf") if rank == 0 else 1.0
+        model(x).mean().backward()
+        if step == 2 and rank == 1:
+            if end == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError("tokens")
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def decision_beside(end):
+    """That of the verdict, and the log."""
+    Path("job.err").write_text("[rank1]: NameError: of an earlier attempt\n")
+    run_programs(2, ends_alone, end)
+    return json.loads(Path("nanlocator_run/a0/verdict.json").read_text())["decision"], Path(
+        "job.err"
+    ).read_text()
+
+
+def test_an_error_of_a_rank_that_ends_beside_a_finding_decides():
+    decision, log = decision_beside("raises")
+    assert (decision["kind"], decision["ended_rank"]) == ("DO_NOT_RESTART", 1)
+    assert "code, likely: rank 1 ended by itself: KeyError: 'tokens'" in log
+    assert "DID NOT ANSWER" not in log  # in the dying rank's own block, either
+
+
+def test_a_rank_that_was_killed_is_known_from_the_log_once_the_launcher_has_listed_it():
+    decision, log = decision_beside("killed")
+    assert (decision["kind"], decision["traced"], decision["ended_rank"]) == ("RESTART_AS_IS", True, None)
+    assert "RUN nanlocator next, AS RANK 1 DID NOT ANSWER" in log
+    with open("job.err", "a") as file:  # as torchrun ends
+        file.write("[0]:\n  host      : a17\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n")
+    plan = interpreter("-m", "nanlocator.next_steps", "nanlocator_run/a0").stdout
+    assert "rank 1 ended with: exit code -9" in plan
+    assert "NANLOCATOR_LEVEL=operators" not in plan

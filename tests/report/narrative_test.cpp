@@ -159,9 +159,31 @@ TEST(Narrative, ASilentRankIsNamedWithItsHost) {
   const Narrative told = narrative_of(verdict);
   EXPECT_EQ(
       told.action,
-      "READ THE LOG OF RANK 11 ON a18; IF NOTHING IS THERE: LEAVE IT DOWN, PAGE THE MODEL AUTHOR");
-  EXPECT_THAT(told.rows,
-              Contains(Pair("silent", HasSubstr("no answer from rank 11 = a18:GPU3: read its"))));
+      "RUN nanlocator next, AS RANK 11 ON a18 DID NOT ANSWER; UNLESS IT SAYS OTHERWISE: LEAVE "
+      "IT DOWN, PAGE THE MODEL AUTHOR");
+  EXPECT_EQ(told.hosts, "none suspected, silent a18");
+  EXPECT_THAT(told.rows, Contains(Pair("silent", HasSubstr("no answer from rank 11 = a18:GPU3: "
+                                                           "read its last lines in the job's"))));
+}
+
+TEST(Narrative, ARankThatEndedByItselfIsTheCause) {
+  Verdict verdict = division_by_zero();
+  verdict.origins.front().cause = Cause::unknown;
+  verdict.origins.front().detail = Detail::none;
+  verdict.silent_ranks = {11};
+  verdict.layout->mentioned.push_back(place_of_rank(11));
+  verdict.launch->endings = {
+      {11, EndingKind::killed, "torch.OutOfMemoryError: CUDA out of memory"}};
+  verdict.decision = decide(verdict);
+  const Narrative told = narrative_of(verdict);
+  EXPECT_EQ(told.code, "silent_ranks");
+  EXPECT_EQ(told.action, "RESTART ONCE AS IT IS");
+  EXPECT_THAT(told.rows, Contains(Pair("cause",
+                                       "memory or a kill, likely: rank 11 = a18:GPU3 ended "
+                                       "by itself: torch.OutOfMemoryError: CUDA out of "
+                                       "memory")));
+  EXPECT_THAT(told.rows, Not(Contains(Key("silent"))));
+  EXPECT_THAT(told.rows, Contains(Pair("if AGAIN", HasSubstr("with such an end of any rank"))));
 }
 
 Verdict bad_sample() {
@@ -408,16 +430,17 @@ TEST(Narrative, OfCheckpointsOfARunThatGrewTheNewestThatHadNotIsNamed) {
               Contains(Pair("checkpoint", HasSubstr("LOAD the newest of step 28 or older"))));
 }
 
-TEST(Narrative, WhatASilentRankWroteIsFoundByACommand) {
+TEST(Narrative, SilentRanksWhoseLogIsKnownAreLeftToThePlan) {
   Verdict verdict = division_by_zero();
   verdict.silent_ranks = {1, 4};
   verdict.launch->log = "/logs/my job.out";
   verdict.decision = decide(verdict);
-  EXPECT_THAT(
-      narrative_of(verdict).rows,
-      Contains(
-          Pair("silent",
-               HasSubstr(R"(grep -nE -A3 '\[rank(1|4)\]:|rank +: (1|4) ' '/logs/my job.out';)"))));
+  EXPECT_THAT(narrative_of(verdict).rows,
+              Contains(Pair("silent", HasSubstr("no answer from 2 ranks: 1, 4; '/logs/my job.out' "
+                                                "did not say why when this was written"))));
+  verdict.launch->endings = {{4, EndingKind::of_peers, "exit code -15"}};
+  EXPECT_THAT(narrative_of(verdict).rows,
+              Contains(Pair("silent", HasSubstr("has only this of it: 'exit code -15'"))));
 }
 
 TEST(Narrative, ACleanAndAnEmptyVerdictSaySo) {

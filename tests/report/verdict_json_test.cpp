@@ -120,7 +120,7 @@ TEST(Verdict, HasTheDocumentedKeysAndNullWhereNothingIsKnown) {
   EXPECT_EQ(json["decision"]["hosts"], nlohmann::json({"a17"}));
   EXPECT_EQ(json["launch"]["job_id"], "88213");
   EXPECT_TRUE(json["launch"]["job_name"].is_null());
-  EXPECT_EQ(json["narrative"]["restart"], "BY THE LOG");
+  EXPECT_EQ(json["narrative"]["restart"], "ONCE");
   EXPECT_EQ(json["status"], "partial");
   EXPECT_EQ(json["rerun"]["done"], false);
   EXPECT_TRUE(json["rerun"]["reproduced"].is_null());

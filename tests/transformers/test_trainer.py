@@ -526,7 +526,8 @@ def test_a_resumed_run_counts_its_steps_on():
     trainer = trainer_of(model, NanLocatorCallback(), AtStep(4, plant), **arguments)
     with pytest.raises(NonFiniteGradientError) as raised:
         trainer.train(resume_from_checkpoint="out/checkpoint-2")
-    assert raised.value.verdict["iteration"] == 4
+    verdict = raised.value.verdict
+    assert (verdict["iteration"], verdict["launch"]["loaded"]) == (4, "checkpoint-2")
 
 
 def test_options_come_from_variables_where_no_argument_is_given(monkeypatch):

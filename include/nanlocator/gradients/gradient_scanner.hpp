@@ -114,6 +114,7 @@ class GradientScanner {
     std::int64_t parameter = 0;
     std::uint64_t fingerprint = 0;  // of the bits; see scan/fingerprint.hpp
     bool is_finite = true;
+    double sum_of_squares = 0;  // of its finite elements
   };
   /// The gradients of this step at the latest scanned phase, in scan order, for comparison with
   /// another execution of the step; waits for the devices.

@@ -49,6 +49,8 @@ struct JobDecision {
   /// The restart must trace the operators of this step: what made the value is not known.
   bool is_traced = false;
   std::vector<int> ranks;  // whose devices are suspected; global, ascending
+  /// The rank whose own end decides, rather than what the others saw: one of Launch::endings.
+  std::optional<int> ended_rank;
   /// The newest step whose checkpoint may be loaded: those after it hold the fault. Empty: any.
   std::optional<std::int64_t> newest_step;
   /// Whether that checkpoint is finite is not known.

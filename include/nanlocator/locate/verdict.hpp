@@ -10,6 +10,7 @@
 #include "nanlocator/locate/cause.hpp"
 #include "nanlocator/locate/decision.hpp"
 #include "nanlocator/locate/fact.hpp"
+#include "nanlocator/locate/rank_ending.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/rerun_variant.hpp"
@@ -155,7 +156,9 @@ struct Launch {
   /// What the names of the checkpoints count beyond this run's own count: the steps of the runs
   /// before it. nullopt: one has a number beyond this run's steps, and it is not known why.
   std::optional<std::int64_t> steps_before = 0;
-  std::string log;     // file into which rank 0 writes its stderr; "" if it is none
+  std::string log;                  // file into which rank 0 writes its stderr; "" if it is none
+  std::int64_t log_begin = 0;       // bytes in it from before this attempt
+  std::vector<RankEnding> endings;  // of ranks that did not answer, where they are known
   std::string loaded;  // the name in it of what this process loaded last; "" if that is not known
 };
 inline constexpr std::size_t kMostCheckpoints = 16;

@@ -194,7 +194,7 @@ class GradientLocator {
   /// new. A failure `of_peers` waits up to gather_deadline to learn which rank is lost; the verdict
   /// names it, even if this rank has no finding. nullptr if there is nothing to report; then
   /// nothing is written either.
-  const Verdict* conclude_alone(std::string reason, Failure failure = Failure::own);
+  const Verdict* conclude_alone(const std::string& reason, Failure failure = Failure::own);
   /// Ends the step early, at any point; the next begin_step may follow. If a flag reduction has
   /// been launched, begin_step waits for it, as every rank has launched it.
   void abandon_step() noexcept;

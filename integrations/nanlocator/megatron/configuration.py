@@ -1,5 +1,6 @@
 """Checks the arguments of ``install``, and reports once what a configuration hides from it."""
 
+import os
 import sys
 from typing import Any
 
@@ -132,6 +133,13 @@ def current_iteration() -> int | None:
 def checkpoint_dir() -> str | None:
     """Megatron's ``--save``; None in other training loops."""
     return getattr(_arguments(), "save", None)
+
+
+def loaded_checkpoint() -> str | None:
+    """The folder from which Megatron has loaded this run; None if it began anew, or in other training
+    loops."""
+    folder, iteration = getattr(_arguments(), "load", None), getattr(_arguments(), "iteration", 0)
+    return os.path.abspath(os.path.join(folder, f"iter_{iteration:07d}")) if folder and iteration else None
 
 
 def _arguments() -> Any:

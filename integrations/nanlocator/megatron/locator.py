@@ -39,7 +39,13 @@ from nanlocator.hooks.patches import Patches
 from nanlocator.megatron import state
 from nanlocator.megatron.adapter import MegatronAdapter, MegatronPass
 from nanlocator.megatron.boundaries import boundaries_of
-from nanlocator.megatron.configuration import check_call, checkpoint_dir, current_iteration, not_covered
+from nanlocator.megatron.configuration import (
+    check_call,
+    checkpoint_dir,
+    current_iteration,
+    loaded_checkpoint,
+    not_covered,
+)
 from nanlocator.megatron.data_parallel import DataParallelChunk
 from nanlocator.megatron.first_step import FirstStep
 from nanlocator.megatron.layout import optimizer_gradients, rank_coordinates
@@ -164,6 +170,8 @@ class MegatronLocator(InstalledLocator):
         is_ours = not args and not kwargs.get("forward_only") and self._is_our_model(kwargs.get("model"))
         if not is_ours or self._driver.is_closed or self._machine.is_in_its_own_rerun():
             return original(*args, **kwargs)
+        if self._is_first_step and (loaded := loaded_checkpoint()):
+            _C.note_loaded_checkpoint(loaded)
         step = MegatronPass(self._adapter, self._microbatches, original, kwargs)
         try:
             with self._driver.abandoning():

@@ -12,6 +12,9 @@ from nanlocator.next_steps.run import MINUTE, Run
 from nanlocator.next_steps.slurm import Job
 
 
+_MOST_RANKS = 8  # named one by one
+
+
 @dataclass(slots=True)
 class Outcome:
     """``command``: empty if ``do`` says all."""
@@ -92,6 +95,7 @@ class _Planner:
             )
             return plan
         self._say_who_reads()
+        self._say_what_ended()
         if self._kind == "NONE_NEEDED":
             plan.verified.append("the decision is NONE_NEEDED: nothing to restart")
             return plan
@@ -360,6 +364,21 @@ class _Planner:
         ticket = self._decision.get("ticket")
         if ticket not in (None, "nobody"):
             self._plan.unknown.append(f"whether the ticket for {str(ticket).replace('_', ' ')} is written")
+
+    def _say_what_ended(self) -> None:
+        """Of the ranks that did not answer."""
+        launch = self._run.launch
+        endings = {each["rank"]: each for each in launch.get("endings") or []}
+        log = launch.get("log") or "its log"
+        for rank, each in list(endings.items())[:_MOST_RANKS]:
+            self._plan.verified.append(f"rank {rank} ended with: {each['text']}")
+        silent = [each for each in self._run.verdict.get("silent_ranks") or [] if each not in endings]
+        if silent:
+            ranks = ", ".join(map(str, silent[:_MOST_RANKS])) + (" ..." if len(silent) > _MOST_RANKS else "")
+            self._plan.unknown.append(
+                f"what ended rank {ranks}: {log} has no word of it; a Python error of its own code there "
+                "(not NCCL, not a closed connection): leave it down"
+            )
 
     def _page(self) -> None:
         person = str(self._decision.get("page") or "model_author").replace("_", " ")

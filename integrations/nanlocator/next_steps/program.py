@@ -36,15 +36,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def look(run: Run, seconds: float) -> Seen:
     """``seconds``: for reading checkpoints."""
     seen = Seen(run, has_slurm=slurm.is_here())
-    launch, decision = run.launch, run.decision
+    launch = run.launch
     if seen.has_slurm and launch.get("scheduler") == "slurm" and launch.get("job_id"):
         seen.job = slurm.look_at(str(launch["job_id"]))
+    _look_at_endings(seen)
+    decision = run.decision
     if seen.has_slurm:
         seen.draining = slurm.draining([str(each) for each in decision.get("hosts") or []])
     folder = launch.get("checkpoint_dir")
     if folder and decision.get("kind") != "NONE_NEEDED":
         _look_at_checkpoints(seen, Path(folder), time.monotonic() + seconds)
     return seen
+
+
+def _look_at_endings(seen: Seen) -> None:
+    """What ended the ranks that did not answer may have come into the log only after the verdict."""
+    run, job = seen.run, seen.job
+    if not run.verdict.get("silent_ranks") or run.later:  # a later attempt writes to the same log
+        return
+    state = job.word if job is not None and job.state == "gone" else ""
+    try:
+        later = _C.with_later_endings(json.dumps(run.verdict), str(run.folder), state)
+    except _C.FormatError:
+        return
+    if later is not None:
+        run.verdict = json.loads(later)
 
 
 def _look_at_checkpoints(seen: Seen, folder: Path, deadline: float) -> None:

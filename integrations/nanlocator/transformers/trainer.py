@@ -78,6 +78,7 @@ class NanLocatorCallback(TrainerCallback):
         self.verdicts: list[dict[str, Any]] = []
         self._states: dict[str, Stateful] = {}
         self._trainer: Trainer | None = None  # while it trains
+        self._resumed: str | bool | None = None  # where it was told to resume; True: from the last one
         self._steps: _TrainerSteps | None = None
         _follow_trainers()
 
@@ -112,6 +113,9 @@ class NanLocatorCallback(TrainerCallback):
         self._steps = _TrainerSteps(self._trainer, options, self.verdicts)
         for name, owner in self._states.items():
             self._steps.driver.add_state(name, ObjectState(owner))
+        if self._resumed is not None and state.global_step > 0:
+            last = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+            _C.note_loaded_checkpoint(os.path.abspath(last if self._resumed is True else self._resumed))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._steps is not None:
@@ -126,12 +130,13 @@ class NanLocatorCallback(TrainerCallback):
             self._steps.remove()
 
     @contextlib.contextmanager
-    def _following(self, trainer: Trainer) -> Iterator[None]:
+    def _following(self, trainer: Trainer, resumed: str | bool | None) -> Iterator[None]:
+        """``resumed``: the checkpoint from which ``train`` was told to resume; True: the last one."""
         if self._trainer is not None:
             raise _C.UsageError(
                 "this NanLocatorCallback already follows a running train(): give each Trainer its own"
             )
-        self._trainer = trainer
+        self._trainer, self._resumed = trainer, resumed
         try:
             yield
         finally:
@@ -147,7 +152,8 @@ def _follow_trainers() -> None:
         callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, NanLocatorCallback)]
         if len(callbacks) > 1:
             raise _C.UsageError("this Trainer has more than one NanLocatorCallback: keep one")
-        with callbacks[0]._following(self) if callbacks else contextlib.nullcontext():
+        resumed = args[0] if args else kwargs.get("resume_from_checkpoint")
+        with callbacks[0]._following(self, resumed) if callbacks else contextlib.nullcontext():
             return train(self, *args, **kwargs)
 
     Patches(__name__).wrap(points.TRAIN, followed)
