@@ -234,7 +234,10 @@ class Counts(nn.Module):
 def test_a_count_of_calls_beside_the_module_accuses_no_machine(where, monkeypatch):
     monkeypatch.setitem(globals(), "calls_of_module", 0)
     model = Counts(where)
-    accuses_no_machine(verdict_of(model, lambda _: model(torch.ones(8, 4)).square().mean(), steps=4))
+    verdict = verdict_of(model, lambda _: model(torch.ones(8, 4)).square().mean(), steps=4)
+    accuses_no_machine(verdict)
+    if where == "a file":
+        assert verdict["rerun"]["not_restored"] == ["files that the step writes: calls"]
 
 
 class LogOfLinear(nn.Module):

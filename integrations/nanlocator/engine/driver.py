@@ -31,6 +31,7 @@ from nanlocator.hooks.patches import weakly
 from nanlocator.state.buffers import Buffers
 from nanlocator.state.cuda_graphs import OwnReplays, ReplayedGraphs, without_graphs
 from nanlocator.state.module_attributes import ModuleAttributes
+from nanlocator.state.written_files import WrittenFiles
 from nanlocator.state.rerun import Fp8Scales, GeneratorStates
 
 Views = tuple[list[int], list[torch.Tensor]]  # parameter ids, tensors
@@ -244,6 +245,8 @@ class Driver(_EngineDriver):
         self.add_state("the models' buffers", adapter.buffers)
         self._attributes = ModuleAttributes(adapter.models)
         self.add_state("the modules' attributes", self._attributes)
+        self._files = WrittenFiles()
+        self.add_state("files that the step writes", self._files)
         self._scanning = contextlib.ExitStack()  # watches crossings during a pass
         self._step_pass: Callable[[], Pass | None] = lambda: None
         self._watch_hooks: list[ModuleHooks | OwnReplays | CleanTracebacks] = [own_replays, CleanTracebacks()]
@@ -362,6 +365,7 @@ class Driver(_EngineDriver):
 
     def _act_on(self, decision: _C.Decision) -> _C.Decision:
         self._attributes.leave()
+        self._files.leave()
         self._follow_trace()
         if decision == _C.Decision.STOP:
             raise_for(self.adapter.verdicts[-1], self.run_dir)

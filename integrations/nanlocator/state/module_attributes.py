@@ -20,7 +20,7 @@ from torch import nn
 from nanlocator.state.closures import attributes_loaded, for_each_used, iterators_of
 
 _OF_TORCH = frozenset(vars(nn.Module()))
-_LIBRARIES = (
+LIBRARIES = (
     "torch",
     "transformers",
     "transformer_engine",
@@ -223,7 +223,7 @@ class ModuleAttributes:
 def _is_of_library(module: nn.Module) -> bool:
     """Whether all its classes are a library's: fully_shard derives a class of its own from a program's."""
     packages = (each.__module__.partition(".")[0] for each in type(module).__mro__)
-    return all(package in _LIBRARIES or package in sys.stdlib_module_names for package in packages)
+    return all(package in LIBRARIES or package in sys.stdlib_module_names for package in packages)
 
 
 def _shown(path: str, name: str) -> str:
@@ -274,7 +274,7 @@ def _attributes_of(owner: Any) -> Any:
     """The simple attributes of an object or a class of the program; None if it has none. Objects of a library
     count their own work, as FullyShardedDataParallel does."""
     kind = owner if isinstance(owner, type) else type(owner)
-    if kind.__module__.partition(".")[0] in _LIBRARIES:
+    if kind.__module__.partition(".")[0] in LIBRARIES:
         return None
     attributes = getattr(owner, "__dict__", None)
     if attributes is None or len(attributes) > _MOST:
