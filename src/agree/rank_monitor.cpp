@@ -35,6 +35,7 @@ constexpr std::array<std::string_view, 6> kActivities = {
 constexpr const char* kBeat = "beat";
 constexpr const char* kRank = "rank";
 constexpr const char* kPlace = "place";
+constexpr const char* kHost = "host";
 constexpr const char* kIteration = "iteration";
 constexpr const char* kActivity = "activity";
 constexpr const char* kHasLeft = "has_left";
@@ -49,6 +50,7 @@ LostRank lost_rank_from_json(const nlohmann::json& json) {
   LostRank lost;
   lost.rank = json.at(kRank).get<int>();
   lost.place = json.value(kPlace, "");
+  lost.host = json.value(kHost, "");
   if (const auto found = json.find(kIteration); found != json.end()) {
     lost.iteration = found->get<std::int64_t>();
   }
@@ -109,6 +111,7 @@ struct RankMonitor::Shared {
   int rank = 0;
   int size = 1;
   std::string place;
+  std::string host;
   MonitorTimes times;
   std::int64_t beats = 0;
   std::int64_t news_read = 0;
@@ -164,6 +167,7 @@ struct RankMonitor::Shared {
   [[nodiscard]] nlohmann::json here() const {
     return {{kRank, rank},
             {kPlace, place},
+            {kHost, host},
             {kIteration, iteration.load()},
             {kActivity, name_of(activity.load())}};
   }
@@ -338,13 +342,15 @@ void RankMonitor::Shared::end_with(std::string reason) {
 }
 
 RankMonitor::RankMonitor(std::unique_ptr<StoreClient> store, std::string prefix, int rank, int size,
-                         std::string place, MonitorTimes times, OnChange on_change)
+                         std::string place, std::string host, MonitorTimes times,
+                         OnChange on_change)
     : shared_(std::make_shared<Shared>()) {
   shared_->store = std::move(store);
   shared_->prefix = std::move(prefix);
   shared_->rank = rank;
   shared_->size = size;
   shared_->place = std::move(place);
+  shared_->host = std::move(host);
   shared_->times = times;
   shared_->on_change = std::move(on_change);
   std::thread([shared = shared_] { shared->serve(); }).detach();

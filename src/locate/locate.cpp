@@ -23,7 +23,6 @@ namespace nanlocator::inline locate_room {
 namespace {
 
 constexpr std::size_t kMostOrigins = 256;
-constexpr std::size_t kMostMentioned = 64;
 constexpr std::size_t kMostNotes = 32;
 
 constexpr std::array kParameterPhases = {Phase::params_before, Phase::grad_local,

@@ -453,7 +453,7 @@ void add_silent(const Verdict& verdict, Rows& rows) {
   const std::string silent = "no answer from " + silent_text(verdict, ranks);
   std::string words;
   for (const RankEnding& each : launch ? launch->endings : std::vector<RankEnding>{}) {
-    if (words.empty() && each.kind < EndingKind::killed) words = each.text;
+    if (words.empty() && std::ranges::count(ranks, each.rank) > 0) words = each.text;
   }
   if (launch && !launch->log.empty()) {
     add_row(

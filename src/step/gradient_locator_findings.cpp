@@ -240,6 +240,21 @@ Verdict GradientLocator::Impl::judge(std::span<const Ledger> ledgers,
   return verdict;
 }
 
+/// The hosts of ranks that sent no ledger, as their heartbeats named them.
+void add_places(const std::vector<LostRank>& lost, Verdict& verdict) {
+  if (!verdict.layout) return;
+  auto& known = verdict.layout->mentioned;
+  for (const LostRank& each : lost) {
+    if (find_mentioned(verdict, each.rank) != nullptr || each.host.empty()) continue;
+    if (known.size() >= kMostMentioned) break;
+    RankCoordinates place;
+    place.rank = each.rank;
+    place.host = each.host;
+    known.push_back(std::move(place));
+  }
+  std::ranges::sort(known, {}, &RankCoordinates::rank);
+}
+
 // A rank that ended by an exception has told the others why. Of one that was killed, or whose
 // process was, its log may tell.
 void GradientLocator::Impl::add_endings(const std::string& own_end, Verdict& verdict) const {
@@ -247,7 +262,9 @@ void GradientLocator::Impl::add_endings(const std::string& own_end, Verdict& ver
   if (!own_end.empty()) endings.push_back({rank(), ending_kind_of(own_end), own_end});
   std::vector<int> unknown = verdict.silent_ranks;
   if (communicator && communicator->monitor()) {
-    for (const LostRank& each : communicator->monitor()->lost()) {
+    const auto lost = communicator->monitor()->lost();
+    add_places(lost, verdict);
+    for (const LostRank& each : lost) {
       if (each.ended_by.empty()) continue;
       endings.push_back({each.rank, ending_kind_of(each.ended_by), each.ended_by});
       std::erase(unknown, each.rank);
