@@ -153,6 +153,7 @@ class Locator {
       if (layout.mentioned.size() >= kMostMentioned) break;
       RankCoordinates place;
       place.rank = rank;
+      place.world_size = layout.first_rank.world_size;
       place.local_rank = rank % layout.ranks_per_host;
       place.host = host->second;
       layout.mentioned.push_back(std::move(place));

@@ -127,10 +127,14 @@ std::string loaded_text(const Verdict& verdict) {
                     : "LOAD what this run was started from: none of its steps can be used";
   }
   if (may_load_newest(verdict)) {
-    const std::string newest = folder.empty()
-                                   ? "LOAD the newest: "
-                                   : "none is in " + folder + " yet; if one is elsewhere: ";
-    return newest + kNothingBadSaved + garbage_text(verdict);
+    const std::string newest =
+        folder.empty() ? "LOAD the newest" : "none is in " + folder + " yet; if one is elsewhere";
+    const bool is_known = verdict.job.are_weights_finite == true;
+    return newest +
+           (is_known ? std::string(": ") + kNothingBadSaved
+                     : ", once " + check_command("FOLDER") +
+                           " finds it finite, else the one before; if none is: from the start") +
+           garbage_text(verdict);
   }
   return "LOAD the newest from before the update of step " + first_bad_step(verdict) +
          counts_other_steps(verdict) + ", NEVER LOAD anything newer";
@@ -246,7 +250,10 @@ std::string load_of(const Verdict& verdict) {
     const bool is_known = verdict.job.are_weights_finite == true || file->is_finite == true;
     return file->name + (is_known ? "" : ", once checked");
   }
-  if (may_load_newest(verdict)) return verdict.iteration <= 1 ? "as started" : "the newest";
+  if (may_load_newest(verdict) && verdict.iteration <= 1) return "as started";
+  if (may_load_newest(verdict)) {
+    return verdict.job.are_weights_finite == true ? "the newest" : "the newest, once checked";
+  }
   const auto newest = verdict.decision.newest_step;
   if (!newest) return "the newest";
   return *newest < 1 ? "as started" : step_text(named_step(verdict, *newest)) + " or older";

@@ -249,6 +249,7 @@ void add_places(const std::vector<LostRank>& lost, Verdict& verdict) {
     if (known.size() >= kMostMentioned) break;
     RankCoordinates place;
     place.rank = each.rank;
+    place.world_size = verdict.layout->first_rank.world_size;
     place.host = each.host;
     known.push_back(std::move(place));
   }

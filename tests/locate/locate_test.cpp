@@ -691,6 +691,8 @@ TEST(Locate, ASilentRankIsOnTheHostOfItsBlock) {
   const RankCoordinates* const silent = find_mentioned(verdict, 3);
   ASSERT_NE(silent, nullptr);
   EXPECT_EQ(silent->host, "a17");
+  EXPECT_EQ(verdict_from_json(to_json(verdict), "verdict").layout->mentioned,
+            verdict.layout->mentioned);
 }
 
 TEST(Locate, ASilentRankHasNoHostIfRanksAreNotNumberedHostByHost) {
