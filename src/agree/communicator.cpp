@@ -409,7 +409,7 @@ void Communicator::abort() noexcept {
 
 // ------------------------------------------------------------------------------------- lost ranks
 
-void Communicator::watch_ranks(std::string place, std::string host, MonitorTimes times,
+void Communicator::watch_ranks(RankPlace place, MonitorTimes times,
                                RankMonitor::OnChange on_change) {
   if (monitor_) throw UsageError("watch_ranks: the ranks are already watched.");
   auto monitors_store = store_->another();
@@ -417,9 +417,8 @@ void Communicator::watch_ranks(std::string place, std::string host, MonitorTimes
   // get. It is made later, because all ranks would wait for each connection.
   monitors_store->connect_in(kOthersEndInstall);
   store_->connect_in(kOthersEndInstall);
-  monitor_ =
-      std::make_unique<RankMonitor>(std::move(monitors_store), prefix_ + "/monitor", rank(), size(),
-                                    std::move(place), std::move(host), times, std::move(on_change));
+  monitor_ = std::make_unique<RankMonitor>(std::move(monitors_store), prefix_ + "/monitor", rank(),
+                                           size(), std::move(place), times, std::move(on_change));
   monitor_->wait_for_first_heartbeat();
 }
 

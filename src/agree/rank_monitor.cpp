@@ -36,6 +36,8 @@ constexpr const char* kBeat = "beat";
 constexpr const char* kRank = "rank";
 constexpr const char* kPlace = "place";
 constexpr const char* kHost = "host";
+constexpr const char* kLog = "log";
+constexpr const char* kLogBegin = "log_begin";
 constexpr const char* kIteration = "iteration";
 constexpr const char* kActivity = "activity";
 constexpr const char* kHasLeft = "has_left";
@@ -49,8 +51,10 @@ std::string dump(const nlohmann::json& json) {
 LostRank lost_rank_from_json(const nlohmann::json& json) {
   LostRank lost;
   lost.rank = json.at(kRank).get<int>();
-  lost.place = json.value(kPlace, "");
-  lost.host = json.value(kHost, "");
+  lost.place = {.text = json.value(kPlace, ""),
+                .host = json.value(kHost, ""),
+                .log = json.value(kLog, ""),
+                .log_begin = json.value(kLogBegin, std::int64_t{0})};
   if (const auto found = json.find(kIteration); found != json.end()) {
     lost.iteration = found->get<std::int64_t>();
   }
@@ -75,7 +79,7 @@ std::string_view name_of(Activity activity) noexcept {
 }
 
 std::string LostRank::describe() const {
-  const auto name = place.empty() ? "rank " + std::to_string(rank) : place;
+  const auto name = place.text.empty() ? "rank " + std::to_string(rank) : place.text;
   const auto where = iteration ? "iteration " + std::to_string(*iteration) : "the install";
   if (!ended_by.empty()) return name + " ended by " + ended_by + " (in " + where + ")";
   return name + " has not answered since " + where +
@@ -110,8 +114,7 @@ struct RankMonitor::Shared {
   std::string prefix;
   int rank = 0;
   int size = 1;
-  std::string place;
-  std::string host;
+  RankPlace place;
   MonitorTimes times;
   std::int64_t beats = 0;
   std::int64_t news_read = 0;
@@ -166,8 +169,10 @@ struct RankMonitor::Shared {
   }
   [[nodiscard]] nlohmann::json here() const {
     return {{kRank, rank},
-            {kPlace, place},
-            {kHost, host},
+            {kPlace, place.text},
+            {kHost, place.host},
+            {kLog, place.log},
+            {kLogBegin, place.log_begin},
             {kIteration, iteration.load()},
             {kActivity, name_of(activity.load())}};
   }
@@ -342,15 +347,13 @@ void RankMonitor::Shared::end_with(std::string reason) {
 }
 
 RankMonitor::RankMonitor(std::unique_ptr<StoreClient> store, std::string prefix, int rank, int size,
-                         std::string place, std::string host, MonitorTimes times,
-                         OnChange on_change)
+                         RankPlace place, MonitorTimes times, OnChange on_change)
     : shared_(std::make_shared<Shared>()) {
   shared_->store = std::move(store);
   shared_->prefix = std::move(prefix);
   shared_->rank = rank;
   shared_->size = size;
   shared_->place = std::move(place);
-  shared_->host = std::move(host);
   shared_->times = times;
   shared_->on_change = std::move(on_change);
   std::thread([shared = shared_] { shared->serve(); }).detach();

@@ -136,6 +136,12 @@ std::string growth_of(const Origin& origin) {
              : "";
 }
 
+/// The step before read it, and its loss and gradients were finite.
+bool is_of_that_update(const Origin& origin) {
+  const Fact* const fact = find_fact(origin.facts, FactKind::update_undefined);
+  return fact != nullptr && fact->step.has_value();
+}
+
 std::string what_of(const Verdict& verdict, const Origin* origin) {
   const std::string code = error_code_of(verdict);
   if (origin == nullptr) return filled_phrase(code, "what", {});
@@ -151,10 +157,12 @@ std::string what_of(const Verdict& verdict, const Origin* origin) {
               {"dtype", origin->tensor && !origin->tensor->dtype.empty()
                             ? " of " + origin->tensor->dtype
                             : ""},
-              {"when", origin->phase == Phase::params_after
-                           ? ""
-                           : " in " + step_text(origin->iteration - 1) +
-                                 (origin->iteration > 2 ? " or before" : "")},
+              {"when",
+               origin->phase == Phase::params_after
+                   ? ""
+                   : " in " + step_text(origin->iteration - 1) +
+                         (is_of_that_update(*origin) || origin->iteration <= 2 ? ""
+                                                                               : " or before")},
               {"left_out", has_fact(origin->facts, FactKind::reduction_not_repeated)
                                ? ", which leaves out the program's own reduction of gradients"
                                : ""},
@@ -232,6 +240,7 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
     const bool is_of_before =
         fact.kind == FactKind::copies_clean || fact.kind == FactKind::update_undefined;
     if (was_there(origin) && !is_of_before) continue;
+    if (origin.cause == Cause::empty_loss_mask) break;  // they would prove the division
     const bool is_of_variants = is_shown_by_variants(origin);
     switch (fact.kind) {
       case FactKind::variant_bad:
@@ -298,7 +307,9 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
         break;
     }
   }
-  if (has_fact(origin.facts, FactKind::made_from_finite)) {
+  if (origin.cause == Cause::empty_loss_mask) {
+    tests.emplace_back("no label of this batch counts, so its mean is 0 divided by 0");
+  } else if (has_fact(origin.facts, FactKind::made_from_finite)) {
     tests.emplace_back("every input was finite");
   }
   std::vector<std::string> kept;
@@ -438,6 +449,13 @@ std::string silent_text(const Verdict& verdict, const std::vector<int>& ranks) {
          (hosts.empty() ? "" : ", on " + joined(hosts));
 }
 
+/// The file into which a rank writes its stderr; "" if it is not known.
+std::string log_of(const Verdict& verdict, int rank) {
+  if (!verdict.launch) return "";
+  const auto own = std::ranges::find(verdict.launch->logs, rank, &RankLog::rank);
+  return own != verdict.launch->logs.end() ? own->log : verdict.launch->log;
+}
+
 std::string silent_in_headline(const Verdict& verdict, const std::vector<int>& ranks) {
   const auto hosts = hosts_of(verdict, ranks);
   return (ranks.size() == 1 ? "RANK " + std::to_string(ranks.front())
@@ -450,37 +468,56 @@ void add_silent(const Verdict& verdict, Rows& rows) {
   const std::vector<int> ranks = unexplained_ranks(verdict);
   if (ranks.empty()) return;
   const auto& launch = verdict.launch;
-  const std::string silent = "no answer from " + silent_text(verdict, ranks);
+  const bool is_slurm = launch && launch->scheduler == "slurm";
+  const auto hosts = hosts_of(verdict, ranks);
+  std::string excluded;
+  for (const std::string& host : hosts) append_item(excluded, host, ",");
+  const std::string without =
+      hosts.empty()
+          ? "without that host"
+          : "without " + joined(hosts) + (is_slurm ? " (sbatch --exclude=" + excluded + ")" : "");
   std::string words;
   for (const RankEnding& each : launch ? launch->endings : std::vector<RankEnding>{}) {
     if (words.empty() && std::ranges::count(ranks, each.rank) > 0) words = each.text;
   }
-  if (launch && !launch->log.empty()) {
-    add_row(
-        rows, "silent",
-        silent + "; " + shell_word(launch->log) +
-            (words.empty() ? " did not say why when this was written"
-                           : " has only this of it: '" + words + "'") +
-            ": the plan below reads it again, and says so if that rank's machine, its memory or "
-            "an error of its own asks for something else than this block");
-    return;
-  }
-  const bool is_slurm = launch && launch->scheduler == "slurm";
+  const std::string log = log_of(verdict, ranks.front());
   add_row(rows, "silent",
-          silent + ": read its last lines in the job's log" +
-              (is_slurm ? " (StdErr in: scontrol show job " + launch->job_id + ")" : "") +
-              ": an error of its own code: leave it down, page the model author; out of memory or "
-              "killed: restart once, not traced; a GPU or a host lost: restart without that host; "
-              "anything else: as this block says");
+          "no answer from " + silent_text(verdict, ranks) +
+              (words.empty() ? "" : ", whose last words are '" + words + "'") +
+              (log.empty() ? std::string() : "; its log: " + shell_word(log)));
+  if (!log.empty()) {
+    add_row(
+        rows, "FIRST",
+        "nanlocator next (its command is in 'plan') reads that log again: if it names what ended "
+        "the rank, do what it prints instead of this block");
+  } else {
+    add_row(
+        rows, "FIRST",
+        "read that rank's last lines in the job's log" +
+            (is_slurm ? " (StdErr in: scontrol show job " + launch->job_id + ")" : std::string()) +
+            ": an error of its own code: leave it down, page the model author; out of memory or "
+            "killed: restart once, not traced");
+  }
+  add_row(rows, "if nothing",
+          hosts.empty() ? "as this block says; where its host is down or has GPU errors: " + without
+                        : "look at " + joined(hosts) + ": " + error_counters() +
+                              "; down, or uncorrectable errors: restart " + without +
+                              ", ticket cluster on-call; else as this block says");
 }
 
-/// "rank 1 on a18 ended by itself with 'ValueError: ...'", as its kind.
-std::string cause_of_ending(const Verdict& verdict, const RankEnding& ending) {
+/// "rank 1 on a18 ended by itself: ValueError: ... (its log: ...)".
+std::string ending_text(const Verdict& verdict, const RankEnding& ending) {
+  const std::string log = log_of(verdict, ending.rank);
+  return ranks_place_of(verdict, {ending.rank}) + " ended by itself: " + ending.text +
+         (log.empty() ? "" : " (its log: " + shell_word(log) + ")");
+}
+
+std::string cause_of_ending(const RankEnding& ending) {
   const std::string kind = ending.kind == EndingKind::machine  ? "hardware"
                            : ending.kind == EndingKind::killed ? "memory or a kill"
                                                                : "code";
-  return kind + ", likely: " + ranks_place_of(verdict, {ending.rank}) +
-         " ended by itself: " + ending.text;
+  return kind + ", likely, by the end of rank " + std::to_string(ending.rank) +
+         ": it was not waited for, so what made the NaN is not known";
 }
 
 std::string event_of(const Verdict& verdict) {
@@ -624,7 +661,11 @@ void add_details(const Verdict& verdict, const Origin& origin, std::string_view 
   if (const Fact* const after = find_fact(origin.facts, FactKind::became)) {
     add_row(narrative.details, "then", fact_text(*after));
   }
-  add_rows(narrative.details, "next", next_of(verdict, origin));
+  std::vector<std::string> next = next_of(verdict, origin);
+  if (const RankEnding* const ending = deciding_ending(verdict)) {
+    next.insert(next.begin(), "mend first what ended rank " + std::to_string(ending->rank));
+  }
+  add_rows(narrative.details, "next", next);
   if (!origin.bundle.empty()) {
     add_row(narrative.details, "replay", replay_command(run_dir, origin.bundle));
   }
@@ -649,8 +690,9 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   narrative.action = action_text_of(verdict);
   const std::vector<int> unexplained = unexplained_ranks(verdict);
   if (!unexplained.empty()) {
-    narrative.action = "RUN nanlocator next, AS " + silent_in_headline(verdict, unexplained) +
-                       " DID NOT ANSWER; UNLESS IT SAYS OTHERWISE: " + narrative.action;
+    narrative.action = "FIRST nanlocator next (" + silent_in_headline(verdict, unexplained) +
+                       (unexplained.size() > 1 ? " ARE" : " IS") + " SILENT), THEN " +
+                       narrative.action;
   }
   narrative.restart = restart_word_of(verdict);
   narrative.hosts = hosts_text_of(verdict);
@@ -662,10 +704,14 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
             "the block of " + step_text(*step) + ": nanlocator report " +
                 shell_word(std::string(run_dir)) + " --step " + std::to_string(*step));
   }
-  add_row(narrative.rows, "what", what_of(verdict, origin));
   if (const RankEnding* const ending = deciding_ending(verdict)) {
-    add_row(narrative.rows, "cause", cause_of_ending(verdict, *ending));
-  } else if (origin != nullptr) {
+    add_row(narrative.rows, "what",
+            ending_text(verdict, *ending) + "; in the same step: " + what_of(verdict, origin));
+    add_row(narrative.rows, "cause", cause_of_ending(*ending));
+  } else {
+    add_row(narrative.rows, "what", what_of(verdict, origin));
+  }
+  if (deciding_ending(verdict) == nullptr && origin != nullptr) {
     add_row(narrative.rows, "cause", cause_of(verdict, *origin));
   }
   add_row(narrative.rows, "state", state_of(verdict));
@@ -687,7 +733,8 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   if (!run_dir.empty() && decision.kind != DecisionKind::none_needed) {
     add_row(narrative.rows, "plan",
             std::string(decision.kind == DecisionKind::do_not_restart ? "when it is mended"
-                                                                      : "before any restart") +
+                        : is_to_look_first(verdict) ? "after the check, before the restart"
+                                                    : "before any restart") +
                 ": nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string()) +
                 "   (if its output differs from this block, follow the output)");
   }

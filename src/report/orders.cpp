@@ -19,11 +19,6 @@ std::string in_capitals(std::string text) {
   return text;
 }
 
-/// Shows the errors of a host's GPUs, or of one.
-std::string error_counters(const std::string& gpu = "") {
-  return "nvidia-smi -q -d ECC" + gpu + "; dmesg --time-format iso | grep NVRM";
-}
-
 /// " (2026-11-27 02:12 UTC)", from the run's id, which begins with it; "" for another id.
 std::string began_text(const Verdict& verdict) {
   const std::string& id = verdict.run_id;
@@ -66,6 +61,18 @@ std::string weights_text(const Verdict& verdict) {
                                   : "before the first step");
   }
   return "whether all weights are finite is not known";
+}
+
+/// What was bad has not reached the update.
+bool has_finite_gradients(const Verdict& verdict) {
+  return verdict.spread.parameters.empty() && verdict.job.are_weights_finite == true &&
+         verdict.status == VerdictStatus::located;
+}
+
+/// Counts the blocks of a job that goes on; "" if its log is not known.
+std::string count_command(const Verdict& verdict) {
+  if (!verdict.launch || verdict.launch->log.empty()) return "";
+  return " (grep -c 'nanlocator WARNING' " + shell_word(verdict.launch->log) + ")";
 }
 
 std::string running_text(const Verdict& verdict) {
@@ -156,15 +163,15 @@ void add_again(const Verdict& verdict, Rows& rows) {
   const bool is_of_somebody =
       decision.ticket != Owner::nobody && decision.ticket != Owner::cluster_operator;
   const bool is_of_data = decision.kind == DecisionKind::skip_batch;
-  add_row(
-      rows, "if AGAIN",
-      is_of_data
-          ? "if it stops at this batch again, its code sets on_bad itself: leave it down, "
-            "page the model author; if more than 10 steps in all are skipped: end it, page the " +
-                person_of(decision.ticket) + "; elsewhere: as its own block says"
-          : same_place_text(verdict) + ": leave it down, page the " +
-                person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
-                "; elsewhere: as its own block says");
+  add_row(rows, "if AGAIN",
+          is_of_data
+              ? "if it stops at this batch again, its code sets on_bad itself: leave it down, "
+                "page the model author; if more than 10 steps in all are skipped" +
+                    count_command(verdict) + ": end it, page the " + person_of(decision.ticket) +
+                    "; elsewhere: as its own block says"
+              : same_place_text(verdict) + ": leave it down, page the " +
+                    person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
+                    "; elsewhere: as its own block says");
 }
 
 }  // namespace
@@ -176,6 +183,10 @@ std::vector<int> ranks_to_look_at(const Verdict& verdict) {
   const bool is_open =
       origin != nullptr && !verdict.decision.ended_rank && may_be_hardware(verdict, *origin);
   return is_open && origin->candidates.size() <= kMost ? origin->candidates : std::vector<int>{};
+}
+
+std::string error_counters(const std::string& gpu) {
+  return "nvidia-smi -q -d ECC" + gpu + "; dmesg --time-format iso | grep NVRM";
 }
 
 bool may_be_of_large_weights(const Verdict& verdict) {
@@ -329,9 +340,9 @@ std::string hosts_text_of(const Verdict& verdict) {
       return (is_to_look_first(verdict) ? std::string("by the check") : "unchanged") +
              (hosts.empty() ? "" : ", " + joined(hosts) + " not ruled out");
     }
-    const auto silent = hosts_of(verdict, unexplained_ranks(verdict));
-    return (decision.kind == DecisionKind::do_not_restart ? "none suspected" : "unchanged") +
-           (silent.empty() ? "" : ", silent " + joined(silent));
+    const bool is_open = !unexplained_ranks(verdict).empty();
+    return std::string(is_open ? "as nanlocator next says, else " : "") +
+           (decision.kind == DecisionKind::do_not_restart ? "none suspected" : "unchanged");
   }
   return (leaves_suspects_out(decision) ? "without "
           : is_to_look_first(verdict)   ? "by the check, suspect "
@@ -393,15 +404,16 @@ static std::string sample_text(const Verdict& verdict) {
          std::to_string(tensor.shape.front()) + microbatch + on_ranks(verdict, *origin);
 }
 
-/// Each step that is left out has a block of its own: when is it too many?
+/// A step that goes wrong now and then has a block each time: when is it too often?
 void add_limit(const Verdict& verdict, Rows& rows) {
   const JobDecision& decision = verdict.decision;
-  const bool is_left_out = decision.kind == DecisionKind::none_needed &&
-                           verdict.job.on_bad == "skip" && decision.ticket != Owner::nobody;
-  if (!is_left_out) return;
+  if (decision.kind != DecisionKind::none_needed || decision.ticket == Owner::nobody) return;
+  const bool is_left_out = verdict.job.on_bad == "skip";
+  if (!is_left_out && !has_finite_gradients(verdict)) return;
   add_row(rows, "if MORE",
-          "than 10 steps in all are left out like this, with a block each: end it, page the " +
-              person_of(decision.ticket));
+          std::string(is_left_out ? "than 10 steps in all are left out like this"
+                                  : "than 10 blocks in all like this one") +
+              count_command(verdict) + ": end it, page the " + person_of(decision.ticket));
 }
 
 void add_policy(const Verdict& verdict, Rows& rows) {
@@ -461,7 +473,7 @@ static void add_counters(const Verdict& verdict, const std::vector<std::string>&
   add_row(rows, "if clean",
           is_running ? "let it run"
           : is_down  ? "leave it down, page the " + person_of(decision.page)
-                     : "restart on the same hosts");
+                     : "restart it as it is, on any hosts");
 }
 
 void add_check(const Verdict& verdict, Rows& rows) {
@@ -520,6 +532,16 @@ bool is_of_compiled_code(const Origin& origin) {
   return origin.op.starts_with("inductor::");
 }
 
+/// How SLURM's environment gets the variables of a trace.
+static std::string exported(const Verdict& verdict) {
+  const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
+  if (!is_slurm) return "";
+  return std::string(" (sbatch --export=ALL,NANLOCATOR_LEVEL=operators") +
+         (std::ranges::any_of(verdict.origins, is_of_compiled_code) ? ",TORCH_COMPILE_DISABLE=1"
+                                                                    : "") +
+         " ...)";
+}
+
 void add_trace(const Verdict& verdict, Rows& rows) {
   if (!verdict.decision.is_traced) return;
   const CheckpointFile* const file = checkpoint_to_load(verdict);
@@ -532,7 +554,7 @@ void add_trace(const Verdict& verdict, Rows& rows) {
               (std::ranges::any_of(verdict.origins, is_of_compiled_code)
                    ? " and TORCH_COMPILE_DISABLE=1"
                    : "") +
-              " in the job's environment, from " +
+              " in the job's environment" + exported(verdict) + ", from " +
               (file == nullptr ? std::string("the checkpoint")
                : is_counted
                    ? file->name + " (" + count_text(static_cast<std::size_t>(steps), "step") + ")"

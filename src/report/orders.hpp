@@ -33,6 +33,8 @@ void add_row(Rows& rows, const char* label, std::string text);
 
 /// The operators of the origin are fused into a kernel that torch.compile has made.
 [[nodiscard]] bool is_of_compiled_code(const Origin& origin);
+/// Shows the errors of a host's GPUs, or of one: " -i 3".
+[[nodiscard]] std::string error_counters(const std::string& gpu = "");
 /// Ranks that did not answer, and whose end is not known: that may change the orders.
 [[nodiscard]] std::vector<int> unexplained_ranks(const Verdict& verdict);
 /// The end of a rank from which the decision follows; null if it follows from an origin.

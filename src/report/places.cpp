@@ -48,8 +48,7 @@ std::string on_ranks(const Verdict& verdict, const Origin& origin) {
   if (origin.candidates.empty() || is_alone) return "";
   const bool is_one_of = origin.candidates.size() > 1 && !origin.is_on_every_candidate;
   if (!is_one_of) return " on " + ranks_place_of(verdict, origin.candidates);
-  return " on one of " + count_text(origin.candidates.size(), "rank") + ": " +
-         short_list(origin.candidates);
+  return " on one rank of " + short_list(origin.candidates) + " (which one is not known)";
 }
 
 std::vector<std::string> hosts_of(const Verdict& verdict, const std::vector<int>& ranks) {

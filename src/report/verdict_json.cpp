@@ -103,6 +103,12 @@ constexpr auto json_fields(const RankEnding*) {
                     JsonField("text", &E::text));
 }
 
+constexpr auto json_fields(const RankLog*) {
+  using L = RankLog;
+  return std::tuple(JsonField("rank", &L::rank), JsonField("log", &L::log),
+                    JsonField("log_begin", &L::log_begin));
+}
+
 constexpr auto json_fields(const Launch*) {
   using L = Launch;
   return std::tuple(
@@ -111,7 +117,7 @@ constexpr auto json_fields(const Launch*) {
       JsonField("attempt", &L::attempt), JsonOrNull("checkpoint_dir", &L::checkpoint_dir),
       JsonField("checkpoints", &L::checkpoints),
       JsonAdded(JsonField("steps_before", &L::steps_before)), JsonAdded(JsonOrNull("log", &L::log)),
-      JsonAdded(JsonField("log_begin", &L::log_begin)),
+      JsonAdded(JsonField("log_begin", &L::log_begin)), JsonAdded(JsonField("logs", &L::logs)),
       JsonAdded(JsonField("endings", &L::endings)), JsonAdded(JsonOrNull("loaded", &L::loaded)));
 }
 

@@ -44,7 +44,7 @@ void GradientLocator::Impl::wait_for_loss() {
   const bool is_store_gone = !monitor.problem().empty();
   if (lost.empty() && is_store_gone && rank() != 0 && hosts_rank_zero_the_store()) {
     LostRank host;
-    host.place = "rank 0, whose process hosts the Store,";
+    host.place.text = "rank 0, whose process hosts the Store,";
     host.iteration = iteration;
     files->write_lost({host});
   } else if (!lost.empty()) {
@@ -240,17 +240,19 @@ Verdict GradientLocator::Impl::judge(std::span<const Ledger> ledgers,
   return verdict;
 }
 
-/// The hosts of ranks that sent no ledger, as their heartbeats named them.
+/// The hosts and logs of ranks that sent no ledger, as their heartbeats named them.
 void add_places(const std::vector<LostRank>& lost, Verdict& verdict) {
   if (!verdict.layout) return;
   auto& known = verdict.layout->mentioned;
-  for (const LostRank& each : lost) {
-    if (find_mentioned(verdict, each.rank) != nullptr || each.host.empty()) continue;
+  for (const auto& [rank, at, iteration, activity, ended_by] : lost) {
+    const bool has_own_log = !at.log.empty() && at.log != verdict.launch->log;
+    if (has_own_log) verdict.launch->logs.push_back({rank, at.log, at.log_begin});
+    if (find_mentioned(verdict, rank) != nullptr || at.host.empty()) continue;
     if (known.size() >= kMostMentioned) break;
     RankCoordinates place;
-    place.rank = each.rank;
+    place.rank = rank;
     place.world_size = verdict.layout->first_rank.world_size;
-    place.host = each.host;
+    place.host = at.host;
     known.push_back(std::move(place));
   }
   std::ranges::sort(known, {}, &RankCoordinates::rank);

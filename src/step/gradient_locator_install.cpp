@@ -96,7 +96,7 @@ void GradientLocator::Impl::use_map(ParameterMap new_map) {
 void GradientLocator::Impl::watch_ranks() {
   files = std::make_unique<VerdictFiles>(run, directory, map.coordinates());
   if (!communicator || world_size() == 1) return;
-  communicator->watch_ranks(map.coordinates().describe(), map.coordinates().host,
+  communicator->watch_ranks(place_of_this_rank(map.coordinates()),
                             MonitorTimes::for_deadline(options.gather_deadline),
                             [this](const std::vector<LostRank>& lost) { files->write_lost(lost); });
   last_words.emplace([this] { write_last_words(); });

@@ -1,6 +1,7 @@
 #include "step/launch.hpp"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cctype>
 #include <charconv>
@@ -76,6 +77,34 @@ std::string file_of_stderr() {
 
 std::atomic<std::int64_t> log_begin{0};
 
+/// What this attempt has written to a log, at most the last 16 MiB; "" if it cannot be read.
+std::string end_of(const std::string& log, std::int64_t begin) {
+  constexpr std::int64_t kMostBytes = std::int64_t{16} << 20;
+  std::ifstream file(log, std::ios::binary | std::ios::ate);
+  if (log.empty() || !file) return "";
+  const std::int64_t size = file.tellg();
+  begin = std::max(begin, size - kMostBytes);
+  if (begin >= size) return "";
+  std::string text(static_cast<std::size_t>(size - begin), '\0');
+  file.seekg(begin);
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  return text;
+}
+
+/// Of a rank with several, the one that says most.
+void add_endings(const std::string& text, std::span<const int> ranks,
+                 std::vector<RankEnding>& endings) {
+  for (RankEnding& each : endings_in(text, ranks)) {
+    const auto known = std::ranges::find(endings, each.rank, &RankEnding::rank);
+    if (known == endings.end()) {
+      endings.push_back(std::move(each));
+    } else if (known->kind < each.kind) {
+      *known = std::move(each);
+    }
+  }
+}
+
 std::mutex loaded_mutex;
 std::string loaded_path;
 
@@ -89,6 +118,10 @@ std::string loaded_from(const fs::path& folder) {
 
 }  // namespace
 
+RankPlace place_of_this_rank(const RankCoordinates& coordinates) {
+  return {coordinates.describe(), coordinates.host, file_of_stderr(), log_begin};
+}
+
 void begin_log() noexcept {
   std::error_code error;
   const auto size = fs::file_size(file_of_stderr(), error);
@@ -96,21 +129,16 @@ void begin_log() noexcept {
 }
 
 std::vector<RankEnding> read_endings(const Launch& launch, std::span<const int> ranks) noexcept {
-  constexpr std::int64_t kMostBytes = std::int64_t{16} << 20;
+  std::vector<RankEnding> found;
   try {
-    std::ifstream file(launch.log, std::ios::binary | std::ios::ate);
-    if (launch.log.empty() || ranks.empty() || !file) return {};
-    const std::int64_t size = file.tellg();
-    const std::int64_t begin = std::max(launch.log_begin, size - kMostBytes);
-    if (begin >= size) return {};
-    std::string text(static_cast<std::size_t>(size - begin), '\0');
-    file.seekg(begin);
-    file.read(text.data(), static_cast<std::streamsize>(text.size()));
-    text.resize(static_cast<std::size_t>(file.gcount()));
-    return endings_in(text, ranks);
+    for (const RankLog& each : launch.logs) {
+      const bool is_asked_for = std::ranges::find(ranks, each.rank) != ranks.end();
+      if (is_asked_for) add_endings(end_of(each.log, each.log_begin), std::array{each.rank}, found);
+    }
+    add_endings(end_of(launch.log, launch.log_begin), ranks, found);
   } catch (const std::exception&) {  // what is missing is said to be unknown
-    return {};
   }
+  return found;
 }
 
 bool add_later_endings(Verdict& verdict, const fs::path& attempt, const std::string& job_state) {

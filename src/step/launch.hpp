@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "nanlocator/agree/rank_monitor.hpp"
 #include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/step/locator_options.hpp"
 
@@ -19,6 +20,9 @@ namespace nanlocator::inline step_room {
 /// Never throws.
 [[nodiscard]] Launch read_launch(const std::filesystem::path& checkpoint_dir, int attempt,
                                  std::int64_t first, std::int64_t iteration) noexcept;
+
+/// For the others, should this rank fall silent.
+[[nodiscard]] RankPlace place_of_this_rank(const RankCoordinates& coordinates);
 
 /// From now on the log is this attempt's: earlier attempts may have written to the same file.
 void begin_log() noexcept;

@@ -181,7 +181,7 @@ TEST_P(CommunicatorOnEveryStore, NoRankPassesABarrierBeforeTheLastOneComes) {
 TEST_P(CommunicatorOnEveryStore, ABarrierDoesNotWaitForLostOrAbsentRanks) {
   run_ranks(4, store(4), [](const auto& communicator) {
     const MonitorTimes quick{milliseconds(100), milliseconds(1'000)};
-    communicator->watch_ranks("rank " + std::to_string(communicator->rank()), "a17", quick, {});
+    communicator->watch_ranks({.text = "rank " + std::to_string(communicator->rank())}, quick, {});
     if (communicator->rank() == 3) return communicator->monitor()->leave("ValueError: no data");
     if (communicator->rank() == 2) return;
     EXPECT_TRUE(communicator->pass_barrier("on_disk", {2}, after(kLong)));
@@ -282,7 +282,7 @@ class Watching : public ::testing::Test {
 
   std::chrono::steady_clock::duration time_to_start() {
     const auto before = std::chrono::steady_clock::now();
-    communicator_.watch_ranks("rank 0", "a17", times_, {});
+    communicator_.watch_ranks({.text = "rank 0"}, times_, {});
     return std::chrono::steady_clock::now() - before;
   }
 };

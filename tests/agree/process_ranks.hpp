@@ -134,7 +134,8 @@ class ProcessRanks {
     options.port = start.port;
     RankMonitor monitor(
         std::make_unique<StoreClient>(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options)),
-        "test", rank, size_, place_of(rank), "a17", kQuick, [&](const std::vector<LostRank>& lost) {
+        "test", rank, size_, RankPlace{.text = place_of(rank)}, kQuick,
+        [&](const std::vector<LostRank>& lost) {
           std::string text;
           for (const auto& each : lost) text += each.describe() + "\n";
           write_file_atomically(file_of(rank), text);

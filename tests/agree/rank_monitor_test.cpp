@@ -196,7 +196,8 @@ class BreakableStore : public c10d::HashStore {
 std::unique_ptr<RankMonitor> monitor_on(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                         int size, RankMonitor::OnChange on_change = {}) {
   return std::make_unique<RankMonitor>(std::make_unique<StoreClient>(store), "test", rank, size,
-                                       place_of(rank), "a17", kQuick, std::move(on_change));
+                                       RankPlace{.text = place_of(rank)}, kQuick,
+                                       std::move(on_change));
 }
 
 TEST(RankMonitor, ABrokenStoreEndsItWithAReasonAndNoLoss) {
@@ -234,7 +235,7 @@ TEST(RankMonitor, WaitingForALossEndsWithItOrAtTheDeadline) {
   second->leave("RuntimeError: device lost");
   const auto lost = first->wait_for_loss(Clock::now() + 10 * kReportedBy);
   ASSERT_THAT(lost, SizeIs(1));
-  EXPECT_EQ(lost[0], (LostRank{1, place_of(1), "a17", 3, "rerun", "RuntimeError: device lost"}));
+  EXPECT_EQ(lost[0], (LostRank{1, {.text = place_of(1)}, 3, "rerun", "RuntimeError: device lost"}));
 }
 
 TEST(RankMonitor, ARankThatAnExceptionEndsWaitsUntilTheOthersHaveWrittenIt) {
@@ -264,8 +265,8 @@ TEST(RankMonitor, WaitingForALossReadsTheNewsAtOnce) {
   const auto store = c10::make_intrusive<BreakableStore>();
   const MonitorTimes rare{milliseconds(60'000), milliseconds(600'000)};
   const auto first =
-      std::make_unique<RankMonitor>(std::make_unique<StoreClient>(store), "test", 0, 2, place_of(0),
-                                    "a17", rare, RankMonitor::OnChange{});
+      std::make_unique<RankMonitor>(std::make_unique<StoreClient>(store), "test", 0, 2,
+                                    RankPlace{.text = place_of(0)}, rare, RankMonitor::OnChange{});
   wait(kSettled);  // its first look is over, the next one a minute away
   const auto second = monitor_on(store, 1, 2);
   std::thread ending([&] { second->leave("ValueError: no data"); });

@@ -157,13 +157,13 @@ TEST(Narrative, ASilentRankIsNamedWithItsHost) {
   verdict.silent_ranks = {11};
   verdict.layout->mentioned.push_back(place_of_rank(11));
   const Narrative told = narrative_of(verdict);
-  EXPECT_EQ(
-      told.action,
-      "RUN nanlocator next, AS RANK 11 ON a18 DID NOT ANSWER; UNLESS IT SAYS OTHERWISE: LEAVE "
-      "IT DOWN, PAGE THE MODEL AUTHOR");
-  EXPECT_EQ(told.hosts, "none suspected, silent a18");
-  EXPECT_THAT(told.rows, Contains(Pair("silent", HasSubstr("no answer from rank 11 = a18:GPU3: "
-                                                           "read its last lines in the job's"))));
+  EXPECT_EQ(told.action,
+            "FIRST nanlocator next (RANK 11 ON a18 IS SILENT), THEN LEAVE IT DOWN, PAGE THE MODEL "
+            "AUTHOR");
+  EXPECT_EQ(told.hosts, "as nanlocator next says, else none suspected");
+  EXPECT_THAT(told.rows, Contains(Pair("silent", "no answer from rank 11 = a18:GPU3")));
+  EXPECT_THAT(told.rows, Contains(Pair("FIRST", HasSubstr("last lines in the job's log"))));
+  EXPECT_THAT(told.rows, Contains(Pair("if nothing", HasSubstr("(sbatch --exclude=a18)"))));
 }
 
 TEST(Narrative, ARankThatEndedByItselfIsTheCause) {
@@ -172,18 +172,22 @@ TEST(Narrative, ARankThatEndedByItselfIsTheCause) {
   verdict.origins.front().detail = Detail::none;
   verdict.silent_ranks = {11};
   verdict.layout->mentioned.push_back(place_of_rank(11));
+  verdict.launch->logs = {{.rank = 11, .log = "/logs/a18.err"}};
   verdict.launch->endings = {
       {11, EndingKind::killed, "torch.OutOfMemoryError: CUDA out of memory"}};
   verdict.decision = decide(verdict);
   const Narrative told = narrative_of(verdict);
   EXPECT_EQ(told.code, "silent_ranks");
   EXPECT_EQ(told.action, "RESTART ONCE AS IT IS");
-  EXPECT_THAT(told.rows, Contains(Pair("cause",
-                                       "memory or a kill, likely: rank 11 = a18:GPU3 ended "
-                                       "by itself: torch.OutOfMemoryError: CUDA out of "
-                                       "memory")));
+  EXPECT_THAT(
+      told.rows,
+      Contains(Pair("what", HasSubstr("rank 11 = a18:GPU3 ended by itself: "
+                                      "torch.OutOfMemoryError: CUDA out of memory (its log: "
+                                      "/logs/a18.err); in the same step: "))));
+  EXPECT_THAT(told.rows, Contains(Pair("cause", HasSubstr("memory or a kill, likely"))));
   EXPECT_THAT(told.rows, Not(Contains(Key("silent"))));
   EXPECT_THAT(told.rows, Contains(Pair("if AGAIN", HasSubstr("with such an end of any rank"))));
+  EXPECT_THAT(told.details, Contains(Pair("next", "mend first what ended rank 11")));
 }
 
 Verdict bad_sample() {
@@ -435,12 +439,14 @@ TEST(Narrative, SilentRanksWhoseLogIsKnownAreLeftToThePlan) {
   verdict.silent_ranks = {1, 4};
   verdict.launch->log = "/logs/my job.out";
   verdict.decision = decide(verdict);
-  EXPECT_THAT(narrative_of(verdict).rows,
-              Contains(Pair("silent", HasSubstr("no answer from 2 ranks: 1, 4; '/logs/my job.out' "
-                                                "did not say why when this was written"))));
+  const Narrative told = narrative_of(verdict);
+  EXPECT_THAT(told.rows, Contains(Pair("silent",
+                                       "no answer from 2 ranks: 1, 4; its log: "
+                                       "'/logs/my job.out'")));
+  EXPECT_THAT(told.rows, Contains(Pair("FIRST", HasSubstr("reads that log again"))));
   verdict.launch->endings = {{4, EndingKind::of_peers, "exit code -15"}};
   EXPECT_THAT(narrative_of(verdict).rows,
-              Contains(Pair("silent", HasSubstr("has only this of it: 'exit code -15'"))));
+              Contains(Pair("silent", HasSubstr("whose last words are 'exit code -15'"))));
 }
 
 TEST(Narrative, ACleanAndAnEmptyVerdictSaySo) {

@@ -69,7 +69,12 @@ TEST(Launch, WhatALogSaysAfterTheVerdictDecidesLater) {
   EXPECT_TRUE(add_later_endings(verdict, folder.path(), "FAILED"));
   EXPECT_EQ(verdict.decision.kind, DecisionKind::do_not_restart);
   EXPECT_FALSE(add_later_endings(verdict, folder.path(), "FAILED"));  // nothing new
+  folder.plant("rank1.err", "[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n");
+  verdict.launch->logs = {{.rank = 1, .log = (folder.path() / "rank1.err").string()}};
   verdict.launch->log = (folder.path() / "gone").string();
+  EXPECT_THAT(read_endings(*verdict.launch, verdict.silent_ranks),
+              ElementsAre(RankEnding{1, EndingKind::killed, "exit code -9"}));
+  verdict.launch->logs.clear();
   EXPECT_THAT(read_endings(*verdict.launch, verdict.silent_ranks), IsEmpty());
 }
 

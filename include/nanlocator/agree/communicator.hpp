@@ -112,8 +112,7 @@ class Communicator {
   /// describes this rank to the others. Throws UsageError if it is already running. Returns when
   /// the Store has this rank's first heartbeat, so that no rank can die unseen in its first step,
   /// or after four patiences.
-  void watch_ranks(std::string place, std::string host, MonitorTimes times,
-                   RankMonitor::OnChange on_change);
+  void watch_ranks(RankPlace place, MonitorTimes times, RankMonitor::OnChange on_change);
   /// nullptr before watch_ranks and after stop_watching.
   [[nodiscard]] RankMonitor* monitor() noexcept { return monitor_.get(); }
   /// Ends the monitor: this rank leaves in an orderly way, and `on_change` is not called again.

@@ -39,11 +39,19 @@ enum class Activity : std::uint8_t {
 };
 [[nodiscard]] std::string_view name_of(Activity activity) noexcept;
 
+/// What a rank's heartbeats tell of it. Empty: not known.
+struct RankPlace {
+  std::string text;  // RankCoordinates::describe()
+  std::string host;
+  std::string log;             // file into which it writes its stderr
+  std::int64_t log_begin = 0;  // bytes in it from before this attempt
+  friend bool operator==(const RankPlace&, const RankPlace&) = default;
+};
+
 /// A rank that no longer answers.
 struct LostRank {
   int rank = 0;
-  std::string place;  // RankCoordinates::describe(); "" if unknown
-  std::string host;
+  RankPlace place;
   std::optional<std::int64_t> iteration;  // of its last heartbeat; empty if there was none
   std::string activity;                   // of its last heartbeat: Activity's name
   std::string ended_by;                   // "ValueError: ..."; "" if it fell silent
@@ -69,10 +77,10 @@ class RankMonitor {
   /// never after the destructor has returned.
   using OnChange = std::function<void(const std::vector<LostRank>&)>;
 
-  /// `prefix` must be the same on all ranks and unused before; `place` and `host` describe this
+  /// `prefix` must be the same on all ranks and unused before; `place` describes this
   /// rank to the others. The thread starts at once.
   RankMonitor(std::unique_ptr<StoreClient> store, std::string prefix, int rank, int size,
-              std::string place, std::string host, MonitorTimes times, OnChange on_change);
+              RankPlace place, MonitorTimes times, OnChange on_change);
   /// Leaves. Does not join the thread (it may be stuck in the Store), but waits for a running
   /// `on_change`.
   ~RankMonitor();

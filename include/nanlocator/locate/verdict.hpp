@@ -144,6 +144,14 @@ struct CheckpointFile {
   friend bool operator==(const CheckpointFile&, const CheckpointFile&) = default;
 };
 
+/// The log of a rank that did not answer.
+struct RankLog {
+  int rank = -1;
+  std::string log;             // file into which it writes its stderr
+  std::int64_t log_begin = 0;  // bytes in it from before this attempt
+  friend bool operator==(const RankLog&, const RankLog&) = default;
+};
+
 /// The job as its scheduler knows it, at the time of the finding. Empty: not known.
 struct Launch {
   std::string found;      // UTC, "2026-11-27 02:58"
@@ -158,6 +166,7 @@ struct Launch {
   std::optional<std::int64_t> steps_before = 0;
   std::string log;                  // file into which rank 0 writes its stderr; "" if it is none
   std::int64_t log_begin = 0;       // bytes in it from before this attempt
+  std::vector<RankLog> logs;        // of ranks that did not answer, if other files
   std::vector<RankEnding> endings;  // of ranks that did not answer, where they are known
   std::string loaded;  // the name in it of what this process loaded last; "" if that is not known
 };

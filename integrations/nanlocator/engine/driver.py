@@ -31,8 +31,8 @@ from nanlocator.hooks.patches import weakly
 from nanlocator.state.buffers import Buffers
 from nanlocator.state.cuda_graphs import OwnReplays, ReplayedGraphs, without_graphs
 from nanlocator.state.module_attributes import ModuleAttributes
-from nanlocator.state.written_files import WrittenFiles
 from nanlocator.state.rerun import Fp8Scales, GeneratorStates
+from nanlocator.state.written_files import WrittenFiles
 
 Views = tuple[list[int], list[torch.Tensor]]  # parameter ids, tensors
 Named = list[tuple[str, torch.Tensor]]

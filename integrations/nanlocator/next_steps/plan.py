@@ -11,7 +11,6 @@ from nanlocator.next_steps.checkpoints import TRACKER, Checkpoint
 from nanlocator.next_steps.run import MINUTE, Run
 from nanlocator.next_steps.slurm import Job
 
-
 _MOST_RANKS = 8  # named one by one
 
 
@@ -79,7 +78,7 @@ class _Planner:
         leaves_out = self._kind in ("EXCLUDE", "OLDER_CHECKPOINT")
         self._out = self._suspects if leaves_out else []
         step = run.verdict.get("iteration")
-        action = narrative.get("action") or self._kind
+        action = str(narrative.get("action") or self._kind).rpartition(" SILENT), THEN ")[2]
         self._plan = Plan(f"{run.folder} step {step}: {action}")
 
     def plan(self) -> Plan:

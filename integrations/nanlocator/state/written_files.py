@@ -1,5 +1,5 @@
-"""Files into which a re-run of a step writes: what a module keeps in them, a count of its calls or a cache, is
-not restored."""
+"""Files into which a re-run of a step writes: what a module keeps in them, a count of its calls or a cache,
+is not restored."""
 
 import os
 import sys

@@ -113,7 +113,7 @@ class NanLocatorCallback(TrainerCallback):
         self._steps = _TrainerSteps(self._trainer, options, self.verdicts)
         for name, owner in self._states.items():
             self._steps.driver.add_state(name, ObjectState(owner))
-        if self._resumed is not None and state.global_step > 0:
+        if self._resumed and state.global_step > 0:
             last = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
             _C.note_loaded_checkpoint(os.path.abspath(last if self._resumed is True else self._resumed))
 
