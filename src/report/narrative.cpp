@@ -505,10 +505,10 @@ void add_silent(const Verdict& verdict, Rows& rows) {
                               ", ticket cluster on-call; else as this block says");
 }
 
-/// "rank 1 on a18 ended by itself: ValueError: ... (its log: ...)".
+/// "rank 1 on a18 ended with: ValueError: ... (its log: ...)".
 std::string ending_text(const Verdict& verdict, const RankEnding& ending) {
   const std::string log = log_of(verdict, ending.rank);
-  return ranks_place_of(verdict, {ending.rank}) + " ended by itself: " + ending.text +
+  return ranks_place_of(verdict, {ending.rank}) + " ended with: " + ending.text +
          (log.empty() ? "" : " (its log: " + shell_word(log) + ")");
 }
 
@@ -516,8 +516,8 @@ std::string cause_of_ending(const RankEnding& ending) {
   const std::string kind = ending.kind == EndingKind::machine  ? "hardware"
                            : ending.kind == EndingKind::killed ? "memory or a kill"
                                                                : "code";
-  return kind + ", likely, by the end of rank " + std::to_string(ending.rank) +
-         ": it was not waited for, so what made the NaN is not known";
+  return kind + ", likely: that ended rank " + std::to_string(ending.rank) +
+         "; what made the NaN beside it is not known, as the step was not executed again";
 }
 
 std::string event_of(const Verdict& verdict) {

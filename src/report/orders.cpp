@@ -84,10 +84,9 @@ std::string running_text(const Verdict& verdict) {
   if (verdict.rerun.reproduced == false && job.on_bad != "skip") {
     return "running, with the finite gradients of the re-run" + policy + "; weights good";
   }
-  const bool is_harmless = verdict.spread.parameters.empty() && job.are_weights_finite == true &&
-                           verdict.status == VerdictStatus::located;
-  if (is_harmless)
-    return "running" + policy + "; the gradients were finite, so the weights are good";
+  if (has_finite_gradients(verdict)) {
+    return "running" + policy + "; the gradients were finite, and so are the weights";
+  }
   if (job.on_bad == "skip" || job.framework_skips_update) {
     return "running, without the update of " + step + policy + "; weights good";
   }

@@ -379,7 +379,7 @@ def decision_beside(end):
 def test_an_error_of_a_rank_that_ends_beside_a_finding_decides():
     decision, log = decision_beside("raises")
     assert (decision["kind"], decision["ended_rank"]) == ("DO_NOT_RESTART", 1)
-    assert "ended by itself: KeyError: 'tokens'" in " ".join(log.split())
+    assert "ended with: KeyError: 'tokens'" in " ".join(log.split())
     assert "IS SILENT" not in log  # in the dying rank's own block, either
 
 

@@ -181,7 +181,7 @@ TEST(Narrative, ARankThatEndedByItselfIsTheCause) {
   EXPECT_EQ(told.action, "RESTART ONCE AS IT IS");
   EXPECT_THAT(
       told.rows,
-      Contains(Pair("what", HasSubstr("rank 11 = a18:GPU3 ended by itself: "
+      Contains(Pair("what", HasSubstr("rank 11 = a18:GPU3 ended with: "
                                       "torch.OutOfMemoryError: CUDA out of memory (its log: "
                                       "/logs/a18.err); in the same step: "))));
   EXPECT_THAT(told.rows, Contains(Pair("cause", HasSubstr("memory or a kill, likely"))));
