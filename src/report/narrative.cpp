@@ -690,9 +690,12 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   narrative.action = action_text_of(verdict);
   const std::vector<int> unexplained = unexplained_ranks(verdict);
   if (!unexplained.empty()) {
-    narrative.action = "FIRST nanlocator next (" + silent_in_headline(verdict, unexplained) +
-                       (unexplained.size() > 1 ? " ARE" : " IS") + " SILENT), THEN " +
-                       narrative.action;
+    const std::string silent = silent_in_headline(verdict, unexplained);
+    const bool is_read = !log_of(verdict, unexplained.front()).empty();
+    narrative.action = (is_read ? "FIRST nanlocator next (" + silent +
+                                      (unexplained.size() > 1 ? " ARE SILENT)" : " IS SILENT)")
+                                : "FIRST READ THE LOG OF " + silent) +
+                       ", THEN " + narrative.action;
   }
   narrative.restart = restart_word_of(verdict);
   narrative.hosts = hosts_text_of(verdict);

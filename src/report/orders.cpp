@@ -340,7 +340,10 @@ std::string hosts_text_of(const Verdict& verdict) {
              (hosts.empty() ? "" : ", " + joined(hosts) + " not ruled out");
     }
     const bool is_open = !unexplained_ranks(verdict).empty();
-    return std::string(is_open ? "as nanlocator next says, else " : "") +
+    const bool is_read = verdict.launch && !verdict.launch->log.empty();
+    return std::string(!is_open  ? ""
+                       : is_read ? "as nanlocator next says, else "
+                                 : "by that log, else ") +
            (decision.kind == DecisionKind::do_not_restart ? "none suspected" : "unchanged");
   }
   return (leaves_suspects_out(decision) ? "without "

@@ -158,9 +158,8 @@ TEST(Narrative, ASilentRankIsNamedWithItsHost) {
   verdict.layout->mentioned.push_back(place_of_rank(11));
   const Narrative told = narrative_of(verdict);
   EXPECT_EQ(told.action,
-            "FIRST nanlocator next (RANK 11 ON a18 IS SILENT), THEN LEAVE IT DOWN, PAGE THE MODEL "
-            "AUTHOR");
-  EXPECT_EQ(told.hosts, "as nanlocator next says, else none suspected");
+            "FIRST READ THE LOG OF RANK 11 ON a18, THEN LEAVE IT DOWN, PAGE THE MODEL AUTHOR");
+  EXPECT_EQ(told.hosts, "by that log, else none suspected");
   EXPECT_THAT(told.rows, Contains(Pair("silent", "no answer from rank 11 = a18:GPU3")));
   EXPECT_THAT(told.rows, Contains(Pair("FIRST", HasSubstr("last lines in the job's log"))));
   EXPECT_THAT(told.rows, Contains(Pair("if nothing", HasSubstr("(sbatch --exclude=a18)"))));
@@ -443,6 +442,10 @@ TEST(Narrative, SilentRanksWhoseLogIsKnownAreLeftToThePlan) {
   EXPECT_THAT(told.rows, Contains(Pair("silent",
                                        "no answer from 2 ranks: 1, 4; its log: "
                                        "'/logs/my job.out'")));
+  EXPECT_EQ(
+      told.action,
+      "FIRST nanlocator next (2 RANKS ARE SILENT), THEN LEAVE IT DOWN, PAGE THE MODEL AUTHOR");
+  EXPECT_EQ(told.hosts, "as nanlocator next says, else none suspected");
   EXPECT_THAT(told.rows, Contains(Pair("FIRST", HasSubstr("reads that log again"))));
   verdict.launch->endings = {{4, EndingKind::of_peers, "exit code -15"}};
   EXPECT_THAT(narrative_of(verdict).rows,
