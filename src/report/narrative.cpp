@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <filesystem>
 #include <set>
 
@@ -485,24 +486,31 @@ void add_silent(const Verdict& verdict, Rows& rows) {
           "no answer from " + silent_text(verdict, ranks) +
               (words.empty() ? "" : ", whose last words are '" + words + "'") +
               (log.empty() ? std::string() : "; its log: " + shell_word(log)));
-  if (!log.empty()) {
+  const std::string traced = verdict.decision.is_traced ? ", traced" : "";
+  const std::string look =
+      (hosts.empty() ? "look at its host: " : "look at " + joined(hosts) + ": ") +
+      error_counters() + "; it is down, or has uncorrectable volatile errors: restart " + without +
+      traced + ", ticket cluster on-call; else as this block says";
+  if (!has_unknown_log(verdict)) {
     add_row(
         rows, "FIRST",
         "nanlocator next (its command is in 'plan') reads that log again: if it names what ended "
         "the rank, do what it prints instead of this block");
-  } else {
-    add_row(
-        rows, "FIRST",
-        "read that rank's last lines in the job's log" +
-            (is_slurm ? " (StdErr in: scontrol show job " + launch->job_id + ")" : std::string()) +
-            ": an error of its own code: leave it down, page the model author; out of memory or "
-            "killed: restart once, not traced");
+    return add_row(rows, "if nothing", look);
   }
-  add_row(rows, "if nothing",
-          hosts.empty() ? "as this block says; where its host is down or has GPU errors: " + without
-                        : "look at " + joined(hosts) + ": " + error_counters() +
-                              "; down, or uncorrectable errors: restart " + without +
-                              ", ticket cluster on-call; else as this block says");
+  add_row(rows, "FIRST",
+          "read that rank's last lines in the job's log" +
+              (is_slurm ? " (StdErr in: scontrol show job " + launch->job_id +
+                              "; its end: sacct -j " + launch->job_id + ")"
+                        : std::string()) +
+              "; the first that fits:");
+  add_row(rows, "if CODE",
+          "a Python error of its own: leave it down, page the model author, no ticket");
+  add_row(
+      rows, "if KILLED",
+      "out of memory, OUT_OF_MEMORY, exit code -9: restart once, not traced, on the same hosts; "
+      "page nobody, ticket model author; again: leave it down, page the model author");
+  add_row(rows, "if NOTHING", "or errors of NCCL, CUDA or closed connections: " + look);
 }
 
 /// "rank 1 on a18 ended with: ValueError: ... (its log: ...)".
@@ -587,13 +595,20 @@ std::string marker_of(const CodeLine& code) {
 }
 
 /// "size is 0, total is 0", by the names of the source line; "" where they are unknown.
+/// Rounded, but not to the edge of a domain: 1.00000012.
+std::string beside_one(double value) {
+  const std::string text = short_number(value);
+  const bool is_rounded_to_one = std::abs(value) != 1 && (text == "1" || text == "-1");
+  return is_rounded_to_one ? number_text(value, 9) : text;
+}
+
 std::string named_values_of(const Origin& origin) {
   const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
   const std::vector<std::string> names = argument_names_of(origin);
   std::vector<std::string> parts;
   for (std::size_t i = 0; i < names.size(); ++i) {
     const bool is_literal = names[i].find_first_not_of("+-.0123456789e_") == std::string::npos;
-    if (!is_literal) parts.push_back(names[i] + " is " + short_number(fact->values[i].second));
+    if (!is_literal) parts.push_back(names[i] + " is " + beside_one(fact->values[i].second));
   }
   return joined(parts, ", ");
 }
@@ -691,7 +706,7 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   const std::vector<int> unexplained = unexplained_ranks(verdict);
   if (!unexplained.empty()) {
     const std::string silent = silent_in_headline(verdict, unexplained);
-    const bool is_read = !log_of(verdict, unexplained.front()).empty();
+    const bool is_read = !has_unknown_log(verdict);
     narrative.action = (is_read ? "FIRST nanlocator next (" + silent +
                                       (unexplained.size() > 1 ? " ARE SILENT)" : " IS SILENT)")
                                 : "FIRST READ THE LOG OF " + silent) +
@@ -700,7 +715,7 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   narrative.restart = restart_word_of(verdict);
   narrative.hosts = hosts_text_of(verdict);
   narrative.load = load_of(verdict);
-  narrative.page = person_of(decision.page);
+  narrative.page = has_unknown_log(verdict) ? "by that log" : person_of(decision.page);
   narrative.ticket = decision.ticket == Owner::nobody ? "none" : person_of(decision.ticket);
   if (const auto step = deciding_step(verdict)) {
     add_row(narrative.rows, "decides",

@@ -72,7 +72,8 @@ bool has_finite_gradients(const Verdict& verdict) {
 /// Counts the blocks of a job that goes on; "" if its log is not known.
 std::string count_command(const Verdict& verdict) {
   if (!verdict.launch || verdict.launch->log.empty()) return "";
-  return " (grep -c 'nanlocator WARNING' " + shell_word(verdict.launch->log) + ")";
+  return " (one WARNING each, of all ranks: grep -c 'nanlocator WARNING' " +
+         shell_word(verdict.launch->log) + ")";
 }
 
 std::string running_text(const Verdict& verdict) {
@@ -123,8 +124,11 @@ std::string error_counters_of(const Verdict& verdict) {
   const auto ranks = ranks_to_look_at(verdict);
   const RankCoordinates* const known =
       ranks.size() == 1 ? find_mentioned(verdict, ranks.front()) : nullptr;
-  const bool is_one = known != nullptr && is_gpu(*known) && known->local_rank >= 0;
-  return error_counters(is_one ? " -i " + std::to_string(known->local_rank) : "");
+  if (known == nullptr || !is_gpu(*known)) return error_counters();
+  const std::size_t uuid =
+      known->device.find("GPU-");  // an index may be another one outside the job
+  if (uuid == std::string::npos) return error_counters(" -i " + std::to_string(known->local_rank));
+  return error_counters(" -i " + known->device.substr(uuid, known->device.find(' ', uuid) - uuid));
 }
 
 /// `nanlocator netcheck` on these hosts alone.
@@ -161,16 +165,19 @@ void add_again(const Verdict& verdict, Rows& rows) {
   if (!is_restarted) return;
   const bool is_of_somebody =
       decision.ticket != Owner::nobody && decision.ticket != Owner::cluster_operator;
-  const bool is_of_data = decision.kind == DecisionKind::skip_batch;
+  if (decision.kind == DecisionKind::skip_batch) {
+    add_row(rows, "if AGAIN",
+            "at this batch: its code sets on_bad itself, so leave it down, page the model author; "
+            "any other stop: as its own block says");
+    add_row(rows, "if MORE",
+            "than 10 steps in all are skipped" + count_command(verdict) + ": end it, page the " +
+                person_of(decision.ticket));
+    return;
+  }
   add_row(rows, "if AGAIN",
-          is_of_data
-              ? "if it stops at this batch again, its code sets on_bad itself: leave it down, "
-                "page the model author; if more than 10 steps in all are skipped" +
-                    count_command(verdict) + ": end it, page the " + person_of(decision.ticket) +
-                    "; elsewhere: as its own block says"
-              : same_place_text(verdict) + ": leave it down, page the " +
-                    person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
-                    "; elsewhere: as its own block says");
+          same_place_text(verdict) + ": leave it down, page the " +
+              person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
+              "; any other stop: as its own block says");
 }
 
 }  // namespace
@@ -256,6 +263,10 @@ std::vector<int> unexplained_ranks(const Verdict& verdict) {
   return ranks;
 }
 
+bool has_unknown_log(const Verdict& verdict) {
+  return !unexplained_ranks(verdict).empty() && (!verdict.launch || verdict.launch->log.empty());
+}
+
 const RankEnding* deciding_ending(const Verdict& verdict) {
   if (!verdict.decision.ended_rank || !verdict.launch) return nullptr;
   const auto& endings = verdict.launch->endings;
@@ -314,6 +325,7 @@ std::string action_text_of(const Verdict& verdict) {
 
 std::string restart_word_of(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
+  if (has_unknown_log(verdict)) return "BY THAT LOG";
   if (decision.is_traced) return "ONLY TRACED";
   switch (decision.kind) {
     case DecisionKind::none_needed:
@@ -340,10 +352,9 @@ std::string hosts_text_of(const Verdict& verdict) {
              (hosts.empty() ? "" : ", " + joined(hosts) + " not ruled out");
     }
     const bool is_open = !unexplained_ranks(verdict).empty();
-    const bool is_read = verdict.launch && !verdict.launch->log.empty();
-    return std::string(!is_open  ? ""
-                       : is_read ? "as nanlocator next says, else "
-                                 : "by that log, else ") +
+    return std::string(!is_open                   ? ""
+                       : has_unknown_log(verdict) ? "by that log and the check, else "
+                                                  : "as nanlocator next says, else ") +
            (decision.kind == DecisionKind::do_not_restart ? "none suspected" : "unchanged");
   }
   return (leaves_suspects_out(decision) ? "without "
@@ -402,8 +413,8 @@ static std::string sample_text(const Verdict& verdict) {
   if (tensor.shape.size() < 2 || tensor.first_bad_index.empty()) return "";
   const std::string microbatch =
       origin->microbatch ? " of microbatch " + std::to_string(*origin->microbatch) : "";
-  return ", first in sample " + std::to_string(tensor.first_bad_index.front()) + " of " +
-         std::to_string(tensor.shape.front()) + microbatch + on_ranks(verdict, *origin);
+  return " (first bad in sample " + std::to_string(tensor.first_bad_index.front()) + " of " +
+         std::to_string(tensor.shape.front()) + microbatch + on_ranks(verdict, *origin) + ")";
 }
 
 /// A step that goes wrong now and then has a block each time: when is it too often?
@@ -433,8 +444,8 @@ void add_skip(const Verdict& verdict, Rows& rows) {
   add_row(rows, "skip",
           "start it with NANLOCATOR_ON_BAD=skip in its environment" +
               std::string(is_slurm ? " (sbatch --export=ALL,NANLOCATOR_ON_BAD=skip ...)" : "") +
-              ": the step with this batch (bad" + sample_text(verdict) +
-              ") and any other bad one go without an update, each with a WARNING; into the ticket: "
+              ": the step with this batch" + sample_text(verdict) +
+              " and any other bad one go without an update, each with a WARNING; into the ticket: "
               "the next planned start goes without the variable");
 }
 

@@ -37,6 +37,8 @@ void add_row(Rows& rows, const char* label, std::string text);
 [[nodiscard]] std::string error_counters(const std::string& gpu = "");
 /// Ranks that did not answer, and whose end is not known: that may change the orders.
 [[nodiscard]] std::vector<int> unexplained_ranks(const Verdict& verdict);
+/// And whose log nobody but the reader can find.
+[[nodiscard]] bool has_unknown_log(const Verdict& verdict);
 /// The end of a rank from which the decision follows; null if it follows from an origin.
 [[nodiscard]] const RankEnding* deciding_ending(const Verdict& verdict);
 

@@ -159,10 +159,12 @@ TEST(Narrative, ASilentRankIsNamedWithItsHost) {
   const Narrative told = narrative_of(verdict);
   EXPECT_EQ(told.action,
             "FIRST READ THE LOG OF RANK 11 ON a18, THEN LEAVE IT DOWN, PAGE THE MODEL AUTHOR");
-  EXPECT_EQ(told.hosts, "by that log, else none suspected");
+  EXPECT_EQ(told.hosts, "by that log and the check, else none suspected");
+  EXPECT_EQ(told.restart, "BY THAT LOG");
+  EXPECT_EQ(told.page, "by that log");
   EXPECT_THAT(told.rows, Contains(Pair("silent", "no answer from rank 11 = a18:GPU3")));
   EXPECT_THAT(told.rows, Contains(Pair("FIRST", HasSubstr("last lines in the job's log"))));
-  EXPECT_THAT(told.rows, Contains(Pair("if nothing", HasSubstr("(sbatch --exclude=a18)"))));
+  EXPECT_THAT(told.rows, Contains(Pair("if NOTHING", HasSubstr("(sbatch --exclude=a18)"))));
 }
 
 TEST(Narrative, ARankThatEndedByItselfIsTheCause) {
@@ -210,7 +212,7 @@ TEST(Narrative, ABatchIsSkippedAndItsSampleIsNamed) {
       Contains(Pair(
           "skip",
           HasSubstr("(sbatch --export=ALL,NANLOCATOR_ON_BAD=skip ...): the step with this batch "
-                    "(bad, first in sample 6 of 8 of microbatch 1 on rank 3 = a17:GPU3)"))));
+                    "(first bad in sample 6 of 8 of microbatch 1 on rank 3 = a17:GPU3)"))));
 }
 
 /// The weights are bad by now, and the same batch would make them bad again.
