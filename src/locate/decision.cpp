@@ -259,9 +259,7 @@ void use_endings(const Verdict& verdict, JobDecision& decision) {
   if (!verdict.launch || verdict.launch->endings.empty()) return;
   const auto& endings = verdict.launch->endings;
   const RankEnding& decisive = *std::ranges::max_element(endings, {}, &RankEnding::kind);
-  const bool may_decide = decision.kind == DecisionKind::restart_as_is && decision.ranks.empty() &&
-                          decision.recurrence == Recurrence::none;
-  if (!may_decide || decisive.kind < EndingKind::killed) return;
+  if (!is_open_to_endings(decision) || decisive.kind < EndingKind::killed) return;
   decision.ended_rank = decisive.rank;
   decision.is_traced = false;
   decision.ticket = Owner::model_author;
@@ -311,6 +309,11 @@ const RankCoordinates* find_mentioned(const Verdict& verdict, int rank) noexcept
   const auto& known = verdict.layout->mentioned;
   const auto found = std::ranges::find(known, rank, &RankCoordinates::rank);
   return found == known.end() ? nullptr : &*found;
+}
+
+bool is_open_to_endings(const JobDecision& decision) noexcept {
+  return decision.kind == DecisionKind::restart_as_is && decision.ranks.empty() &&
+         decision.recurrence == Recurrence::none && !decision.ended_rank;
 }
 
 bool is_deterministic(const Origin& origin) {

@@ -467,6 +467,11 @@ std::string silent_in_headline(const Verdict& verdict, const std::vector<int>& r
 /// What the log of a rank that did not answer may still tell, and who reads it.
 void add_silent(const Verdict& verdict, Rows& rows) {
   const std::vector<int> ranks = unexplained_ranks(verdict);
+  if (ranks.empty() && !verdict.silent_ranks.empty() && !verdict.decision.ended_rank) {
+    add_row(rows, "silent",
+            "no answer from " + silent_text(verdict, verdict.silent_ranks) +
+                "; what they saw is not in this verdict, which stands without it");
+  }
   if (ranks.empty()) return;
   const auto& launch = verdict.launch;
   const bool is_slurm = launch && launch->scheduler == "slurm";

@@ -254,7 +254,7 @@ bool is_to_look_first(const Verdict& verdict) {
 }
 
 std::vector<int> unexplained_ranks(const Verdict& verdict) {
-  if (course_of(verdict) != Course::stops || verdict.decision.ended_rank) return {};
+  if (course_of(verdict) != Course::stops || !is_open_to_endings(verdict.decision)) return {};
   std::vector<int> ranks = verdict.silent_ranks;
   if (!verdict.launch) return ranks;
   for (const RankEnding& each : verdict.launch->endings) {

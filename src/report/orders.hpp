@@ -35,7 +35,7 @@ void add_row(Rows& rows, const char* label, std::string text);
 [[nodiscard]] bool is_of_compiled_code(const Origin& origin);
 /// Shows the errors of a host's GPUs, or of one: " -i 3".
 [[nodiscard]] std::string error_counters(const std::string& gpu = "");
-/// Ranks that did not answer, and whose end is not known: that may change the orders.
+/// Ranks that did not answer, whose end is not known and may change the orders.
 [[nodiscard]] std::vector<int> unexplained_ranks(const Verdict& verdict);
 /// And whose log nobody but the reader can find.
 [[nodiscard]] bool has_unknown_log(const Verdict& verdict);

@@ -152,14 +152,31 @@ TEST(Narrative, AJobOnBadWeightsIsKilled) {
   EXPECT_THAT(told.rows, Contains(Pair("kill", HasSubstr("s\\cancel --signal=KILL --full 88213"))));
 }
 
-TEST(Narrative, ASilentRankIsNamedWithItsHost) {
+/// Only a further attempt is to tell more.
+Verdict unexplained() {
   Verdict verdict = division_by_zero();
+  verdict.origins.front().cause = Cause::unknown;
+  verdict.origins.front().detail = Detail::none;
+  verdict.origins.front().facts = {};
+  verdict.decision = decide(verdict);
+  return verdict;
+}
+
+TEST(Narrative, AProvenOriginStandsWithoutASilentRank) {
+  Verdict verdict = division_by_zero();
+  verdict.silent_ranks = {11};
+  const Narrative told = narrative_of(verdict);
+  EXPECT_EQ(told.action, "LEAVE IT DOWN, PAGE THE MODEL AUTHOR");
+  EXPECT_THAT(told.rows, Contains(Pair("silent", HasSubstr("which stands without it"))));
+}
+
+TEST(Narrative, ASilentRankIsNamedWithItsHost) {
+  Verdict verdict = unexplained();
   verdict.silent_ranks = {11};
   verdict.layout->mentioned.push_back(place_of_rank(11));
   const Narrative told = narrative_of(verdict);
-  EXPECT_EQ(told.action,
-            "FIRST READ THE LOG OF RANK 11 ON a18, THEN LEAVE IT DOWN, PAGE THE MODEL AUTHOR");
-  EXPECT_EQ(told.hosts, "by that log and the check, else none suspected");
+  EXPECT_EQ(told.action, "FIRST READ THE LOG OF RANK 11 ON a18, THEN RESTART TRACED");
+  EXPECT_EQ(told.hosts, "by that log and the check, else unchanged");
   EXPECT_EQ(told.restart, "BY THAT LOG");
   EXPECT_EQ(told.page, "by that log");
   EXPECT_THAT(told.rows, Contains(Pair("silent", "no answer from rank 11 = a18:GPU3")));
@@ -436,7 +453,7 @@ TEST(Narrative, OfCheckpointsOfARunThatGrewTheNewestThatHadNotIsNamed) {
 }
 
 TEST(Narrative, SilentRanksWhoseLogIsKnownAreLeftToThePlan) {
-  Verdict verdict = division_by_zero();
+  Verdict verdict = unexplained();
   verdict.silent_ranks = {1, 4};
   verdict.launch->log = "/logs/my job.out";
   verdict.decision = decide(verdict);
@@ -444,10 +461,8 @@ TEST(Narrative, SilentRanksWhoseLogIsKnownAreLeftToThePlan) {
   EXPECT_THAT(told.rows, Contains(Pair("silent",
                                        "no answer from 2 ranks: 1, 4; its log: "
                                        "'/logs/my job.out'")));
-  EXPECT_EQ(
-      told.action,
-      "FIRST nanlocator next (2 RANKS ARE SILENT), THEN LEAVE IT DOWN, PAGE THE MODEL AUTHOR");
-  EXPECT_EQ(told.hosts, "as nanlocator next says, else none suspected");
+  EXPECT_EQ(told.action, "FIRST nanlocator next (2 RANKS ARE SILENT), THEN RESTART TRACED");
+  EXPECT_EQ(told.hosts, "as nanlocator next says, else unchanged");
   EXPECT_THAT(told.rows, Contains(Pair("FIRST", HasSubstr("reads that log again"))));
   verdict.launch->endings = {{4, EndingKind::of_peers, "exit code -15"}};
   EXPECT_THAT(narrative_of(verdict).rows,

@@ -70,6 +70,10 @@ enum class Course : std::uint8_t { unknown, goes_on, goes_on_damaged, stops };
 /// by the origin's evidence alone.
 [[nodiscard]] bool is_deterministic(const Origin& origin);
 
+/// True if it would be another one had a rank that did not answer ended by itself: only a further
+/// attempt is to tell more.
+[[nodiscard]] bool is_open_to_endings(const JobDecision& decision) noexcept;
+
 /// The step whose verdict decides, if this one only sees what that step left behind.
 [[nodiscard]] std::optional<std::int64_t> deciding_step(const Verdict& verdict);
 /// Takes the decision of that step's verdict.
