@@ -248,11 +248,11 @@ std::string load_of(const Verdict& verdict) {
   if (verdict.decision.is_to_check) return "only one checked finite";
   if (const CheckpointFile* const file = checkpoint_to_load(verdict)) {
     const bool is_known = verdict.job.are_weights_finite == true || file->is_finite == true;
-    return file->name + (is_known ? "" : ", once checked");
+    return file->name + (is_known ? "" : ", after its check");
   }
   if (may_load_newest(verdict) && verdict.iteration <= 1) return "as started";
   if (may_load_newest(verdict)) {
-    return verdict.job.are_weights_finite == true ? "the newest" : "the newest, once checked";
+    return verdict.job.are_weights_finite == true ? "the newest" : "the newest, after its check";
   }
   const auto newest = verdict.decision.newest_step;
   if (!newest) return "the newest";

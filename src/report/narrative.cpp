@@ -494,8 +494,11 @@ void add_silent(const Verdict& verdict, Rows& rows) {
   const std::string traced = verdict.decision.is_traced ? ", traced" : "";
   const std::string look =
       (hosts.empty() ? "look at its host: " : "look at " + joined(hosts) + ": ") +
-      error_counters() + "; it is down, or has uncorrectable volatile errors: restart " + without +
-      traced + ", ticket cluster on-call; else as this block says";
+      error_counters() +
+      "; it is down, or has uncorrectable volatile errors, or NVRM lines since the job began: "
+      "restart " +
+      without + traced + ", page nobody, ticket cluster on-call; else restart" + traced +
+      ", on the same hosts, page nobody, ticket model author";
   if (!has_unknown_log(verdict)) {
     add_row(
         rows, "FIRST",
@@ -504,18 +507,19 @@ void add_silent(const Verdict& verdict, Rows& rows) {
     return add_row(rows, "if nothing", look);
   }
   add_row(rows, "FIRST",
-          "read that rank's last lines in the job's log" +
+          "read that rank's last lines ('[rank" + std::to_string(ranks.front()) +
+              "]: ...') in the job's log" +
               (is_slurm ? " (StdErr in: scontrol show job " + launch->job_id +
                               "; its end: sacct -j " + launch->job_id + ")"
                         : std::string()) +
               "; the first that fits:");
-  add_row(rows, "if CODE",
-          "a Python error of its own: leave it down, page the model author, no ticket");
   add_row(
       rows, "if KILLED",
-      "out of memory, OUT_OF_MEMORY, exit code -9: restart once, not traced, on the same hosts; "
-      "page nobody, ticket model author; again: leave it down, page the model author");
-  add_row(rows, "if NOTHING", "or errors of NCCL, CUDA or closed connections: " + look);
+      "out of memory (CUDA's, too), OUT_OF_MEMORY, exit code -9: restart once, not traced, on the "
+      "same hosts; page nobody, ticket model author; again: leave it down, page the model author");
+  add_row(rows, "if NOTHING", "or an error of NCCL, CUDA or a closed connection: " + look);
+  add_row(rows, "if CODE",
+          "any other Python error: leave it down, page the model author, no ticket");
 }
 
 /// "rank 1 on a18 ended with: ValueError: ... (its log: ...)".

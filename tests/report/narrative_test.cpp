@@ -180,7 +180,8 @@ TEST(Narrative, ASilentRankIsNamedWithItsHost) {
   EXPECT_EQ(told.restart, "BY THAT LOG");
   EXPECT_EQ(told.page, "by that log");
   EXPECT_THAT(told.rows, Contains(Pair("silent", "no answer from rank 11 = a18:GPU3")));
-  EXPECT_THAT(told.rows, Contains(Pair("FIRST", HasSubstr("last lines in the job's log"))));
+  EXPECT_THAT(told.rows,
+              Contains(Pair("FIRST", HasSubstr("last lines ('[rank11]: ...') in the job's log"))));
   EXPECT_THAT(told.rows, Contains(Pair("if NOTHING", HasSubstr("(sbatch --exclude=a18)"))));
 }
 
