@@ -476,12 +476,10 @@ void add_silent(const Verdict& verdict, Rows& rows) {
   const auto& launch = verdict.launch;
   const bool is_slurm = launch && launch->scheduler == "slurm";
   const auto hosts = hosts_of(verdict, ranks);
-  std::string excluded;
-  for (const std::string& host : hosts) append_item(excluded, host, ",");
   const std::string without =
-      hosts.empty()
-          ? "without that host"
-          : "without " + joined(hosts) + (is_slurm ? " (sbatch --exclude=" + excluded + ")" : "");
+      hosts.empty() ? "without that host"
+                    : "without " + joined(hosts) +
+                          (is_slurm ? " (sbatch --exclude=" + list_for_command(hosts) + ")" : "");
   std::string words;
   for (const RankEnding& each : launch ? launch->endings : std::vector<RankEnding>{}) {
     if (words.empty() && std::ranges::count(ranks, each.rank) > 0) words = each.text;
@@ -603,7 +601,6 @@ std::string marker_of(const CodeLine& code) {
          std::string(end - begin, '^');
 }
 
-/// "size is 0, total is 0", by the names of the source line; "" where they are unknown.
 /// Rounded, but not to the edge of a domain: 1.00000012.
 std::string beside_one(double value) {
   const std::string text = short_number(value);
@@ -611,6 +608,7 @@ std::string beside_one(double value) {
   return is_rounded_to_one ? number_text(value, 9) : text;
 }
 
+/// "size is 0, total is 0", by the names of the source line; "" where they are unknown.
 std::string named_values_of(const Origin& origin) {
   const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
   const std::vector<std::string> names = argument_names_of(origin);
@@ -737,9 +735,7 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
     add_row(narrative.rows, "cause", cause_of_ending(*ending));
   } else {
     add_row(narrative.rows, "what", what_of(verdict, origin));
-  }
-  if (deciding_ending(verdict) == nullptr && origin != nullptr) {
-    add_row(narrative.rows, "cause", cause_of(verdict, *origin));
+    if (origin != nullptr) add_row(narrative.rows, "cause", cause_of(verdict, *origin));
   }
   add_row(narrative.rows, "state", state_of(verdict));
   add_silent(verdict, narrative.rows);

@@ -85,11 +85,11 @@ std::string running_text(const Verdict& verdict) {
   if (verdict.rerun.reproduced == false && job.on_bad != "skip") {
     return "running, with the finite gradients of the re-run" + policy + "; weights good";
   }
-  if (has_finite_gradients(verdict)) {
-    return "running" + policy + "; the gradients were finite, and so are the weights";
-  }
   if (job.on_bad == "skip" || job.framework_skips_update) {
     return "running, without the update of " + step + policy + "; weights good";
+  }
+  if (has_finite_gradients(verdict)) {
+    return "running" + policy + "; the gradients were finite, and so are the weights";
   }
   return "running" + policy;
 }
@@ -438,13 +438,18 @@ void add_policy(const Verdict& verdict, Rows& rows) {
               "start it with NANLOCATOR_ON_BAD=stop, so that it stops if this comes again");
 }
 
+/// How SLURM's environment gets variables; "" without SLURM.
+static std::string exported(const Verdict& verdict, const std::string& variables) {
+  const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
+  return is_slurm ? " (sbatch --export=ALL," + variables + " ...)" : "";
+}
+
 void add_skip(const Verdict& verdict, Rows& rows) {
   if (verdict.decision.kind != DecisionKind::skip_batch) return;
-  const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
   add_row(rows, "skip",
           "start it with NANLOCATOR_ON_BAD=skip in its environment" +
-              std::string(is_slurm ? " (sbatch --export=ALL,NANLOCATOR_ON_BAD=skip ...)" : "") +
-              ": the step with this batch" + sample_text(verdict) +
+              exported(verdict, "NANLOCATOR_ON_BAD=skip") + ": the step with this batch" +
+              sample_text(verdict) +
               " and any other bad one go without an update, each with a WARNING; into the ticket: "
               "the next planned start goes without the variable");
 }
@@ -519,8 +524,7 @@ void add_check(const Verdict& verdict, Rows& rows) {
     return;
   }
   if (verdict.launch && verdict.launch->scheduler == "slurm") {
-    std::string excluded;
-    for (const std::string& host : hosts) append_item(excluded, host, ",");
+    const std::string excluded = list_for_command(hosts);
     add_row(rows, "exclude",
             "sbatch --exclude=" + excluded +
                 "; and keep other jobs off it: " + drain_command(verdict, excluded));
@@ -545,29 +549,20 @@ bool is_of_compiled_code(const Origin& origin) {
   return origin.op.starts_with("inductor::");
 }
 
-/// How SLURM's environment gets the variables of a trace.
-static std::string exported(const Verdict& verdict) {
-  const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
-  if (!is_slurm) return "";
-  return std::string(" (sbatch --export=ALL,NANLOCATOR_LEVEL=operators") +
-         (std::ranges::any_of(verdict.origins, is_of_compiled_code) ? ",TORCH_COMPILE_DISABLE=1"
-                                                                    : "") +
-         " ...)";
-}
-
 void add_trace(const Verdict& verdict, Rows& rows) {
   if (!verdict.decision.is_traced) return;
+  std::vector<std::string> variables = {"NANLOCATOR_LEVEL=operators"};
+  if (std::ranges::any_of(verdict.origins, is_of_compiled_code)) {
+    variables.emplace_back("TORCH_COMPILE_DISABLE=1");
+  }
   const CheckpointFile* const file = checkpoint_to_load(verdict);
   const bool is_counted = file != nullptr && verdict.launch->steps_before;
   const std::int64_t steps =
       is_counted ? std::max<std::int64_t>(named_step(verdict, verdict.iteration) - file->step, 1)
                  : 0;
   add_row(rows, "trace",
-          std::string("NANLOCATOR_LEVEL=operators") +
-              (std::ranges::any_of(verdict.origins, is_of_compiled_code)
-                   ? " and TORCH_COMPILE_DISABLE=1"
-                   : "") +
-              " in the job's environment" + exported(verdict) + ", from " +
+          joined(variables, " and ") + " in the job's environment" +
+              exported(verdict, list_for_command(variables)) + ", from " +
               (file == nullptr ? std::string("the checkpoint")
                : is_counted
                    ? file->name + " (" + count_text(static_cast<std::size_t>(steps), "step") + ")"

@@ -28,6 +28,12 @@ std::string counted(std::int64_t number, const std::string& noun) {
   return counted(number) + " " + noun + (number == 1 ? "" : "s");
 }
 
+std::string list_for_command(const std::vector<std::string>& items) {
+  std::string list;
+  for (const std::string& each : items) append_item(list, each, ",");
+  return list;
+}
+
 std::string short_number(double number) {
   return number_text(number, 3);
 }

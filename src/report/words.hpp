@@ -25,6 +25,8 @@ namespace nanlocator::inline report_room {
 [[nodiscard]] std::string share_text(const BadCount& bad);
 /// "a, b and c".
 [[nodiscard]] std::string joined(const std::vector<std::string>& items, const char* last = " and ");
+/// "a17,a18", for a command.
+[[nodiscard]] std::string list_for_command(const std::vector<std::string>& items);
 
 /// "self: float32 [4, 8], finite, |x| <= 3.2, 12 zero".
 [[nodiscard]] std::string operand_text(const Operand& operand);

@@ -241,16 +241,17 @@ Verdict GradientLocator::Impl::judge(std::span<const Ledger> ledgers,
 }
 
 /// The hosts and logs of ranks that sent no ledger, as their heartbeats named them.
-void add_places(const std::vector<LostRank>& lost, Verdict& verdict) {
+static void add_places(const std::vector<LostRank>& lost, Verdict& verdict) {
   if (!verdict.layout) return;
   auto& known = verdict.layout->mentioned;
-  for (const auto& [rank, at, iteration, activity, ended_by] : lost) {
+  for (const LostRank& each : lost) {
+    const RankPlace& at = each.place;
     const bool has_own_log = !at.log.empty() && at.log != verdict.launch->log;
-    if (has_own_log) verdict.launch->logs.push_back({rank, at.log, at.log_begin});
-    if (find_mentioned(verdict, rank) != nullptr || at.host.empty()) continue;
+    if (has_own_log) verdict.launch->logs.push_back({each.rank, at.log, at.log_begin});
+    if (find_mentioned(verdict, each.rank) != nullptr || at.host.empty()) continue;
     if (known.size() >= kMostMentioned) break;
     RankCoordinates place;
-    place.rank = rank;
+    place.rank = each.rank;
     place.world_size = verdict.layout->first_rank.world_size;
     place.host = at.host;
     known.push_back(std::move(place));

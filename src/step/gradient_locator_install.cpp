@@ -1,9 +1,9 @@
 #include "step/gradient_locator_impl.hpp"
-#include "step/launch.hpp"
 
 #include <nlohmann/json.hpp>
 
 #include "nanlocator/files/atomic_file.hpp"
+#include "step/launch.hpp"
 
 namespace nanlocator::inline step_room {
 

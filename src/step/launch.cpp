@@ -92,17 +92,21 @@ std::string end_of(const std::string& log, std::int64_t begin) {
   return text;
 }
 
-/// Of a rank with several, the one that says most.
-void add_endings(const std::string& text, std::span<const int> ranks,
-                 std::vector<RankEnding>& endings) {
-  for (RankEnding& each : endings_in(text, ranks)) {
-    const auto known = std::ranges::find(endings, each.rank, &RankEnding::rank);
-    if (known == endings.end()) {
-      endings.push_back(std::move(each));
-    } else if (known->kind < each.kind) {
-      *known = std::move(each);
-    }
+/// Of a rank with several, the one that says most. Returns whether it is this one.
+bool add_ending(RankEnding ending, std::vector<RankEnding>& endings) {
+  const auto known = std::ranges::find(endings, ending.rank, &RankEnding::rank);
+  if (known == endings.end()) {
+    endings.push_back(std::move(ending));
+    return true;
   }
+  if (known->kind >= ending.kind) return false;
+  *known = std::move(ending);
+  return true;
+}
+
+void read_log(const std::string& log, std::int64_t begin, std::span<const int> ranks,
+              std::vector<RankEnding>& endings) {
+  for (auto& each : endings_in(end_of(log, begin), ranks)) add_ending(std::move(each), endings);
 }
 
 std::mutex loaded_mutex;
@@ -133,9 +137,9 @@ std::vector<RankEnding> read_endings(const Launch& launch, std::span<const int> 
   try {
     for (const RankLog& each : launch.logs) {
       const bool is_asked_for = std::ranges::find(ranks, each.rank) != ranks.end();
-      if (is_asked_for) add_endings(end_of(each.log, each.log_begin), std::array{each.rank}, found);
+      if (is_asked_for) read_log(each.log, each.log_begin, std::array{each.rank}, found);
     }
-    add_endings(end_of(launch.log, launch.log_begin), ranks, found);
+    read_log(launch.log, launch.log_begin, ranks, found);
   } catch (const std::exception&) {  // what is missing is said to be unknown
   }
   return found;
@@ -143,7 +147,6 @@ std::vector<RankEnding> read_endings(const Launch& launch, std::span<const int> 
 
 bool add_later_endings(Verdict& verdict, const fs::path& attempt, const std::string& job_state) {
   if (!verdict.launch) return false;
-  auto& endings = verdict.launch->endings;
   auto found = read_endings(*verdict.launch, verdict.silent_ranks);
   const EndingKind of_job = ending_kind_of(job_state);
   if (of_job == EndingKind::killed || of_job == EndingKind::machine) {
@@ -153,14 +156,7 @@ bool add_later_endings(Verdict& verdict, const fs::path& attempt, const std::str
     }
   }
   bool is_new = false;
-  for (RankEnding& each : found) {
-    const auto known = std::ranges::find(endings, each.rank, &RankEnding::rank);
-    const bool is_better = known == endings.end() || known->kind < each.kind;
-    if (!is_better) continue;
-    if (known != endings.end()) endings.erase(known);
-    endings.push_back(std::move(each));
-    is_new = true;
-  }
+  for (auto& each : found) is_new |= add_ending(std::move(each), verdict.launch->endings);
   if (is_new) verdict.decision = decide(verdict, earlier_verdicts(attempt));
   return is_new;
 }

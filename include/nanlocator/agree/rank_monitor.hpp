@@ -77,8 +77,8 @@ class RankMonitor {
   /// never after the destructor has returned.
   using OnChange = std::function<void(const std::vector<LostRank>&)>;
 
-  /// `prefix` must be the same on all ranks and unused before; `place` describes this
-  /// rank to the others. The thread starts at once.
+  /// `prefix` must be the same on all ranks and unused before; `place` describes this rank to the
+  /// others. The thread starts at once.
   RankMonitor(std::unique_ptr<StoreClient> store, std::string prefix, int rank, int size,
               RankPlace place, MonitorTimes times, OnChange on_change);
   /// Leaves. Does not join the thread (it may be stuck in the Store), but waits for a running

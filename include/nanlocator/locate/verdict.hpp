@@ -173,6 +173,7 @@ struct Launch {
 inline constexpr std::size_t kMostCheckpoints = 16;
 
 inline constexpr std::size_t kMostMentioned = 64;
+
 /// The ranks' layout on machines, for a command that checks them.
 struct JobLayout {
   RankCoordinates first_rank;  // the lowest rank that answered: sizes of the axes, host

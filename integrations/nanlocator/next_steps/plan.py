@@ -368,12 +368,13 @@ class _Planner:
         """Of the ranks that did not answer."""
         launch = self._run.launch
         endings = {each["rank"]: each for each in launch.get("endings") or []}
-        log = launch.get("log") or "its log"
+        logs = {each["rank"]: each["log"] for each in launch.get("logs") or []}
         for rank, each in list(endings.items())[:_MOST_RANKS]:
             self._plan.verified.append(f"rank {rank} ended with: {each['text']}")
         silent = [each for each in self._run.verdict.get("silent_ranks") or [] if each not in endings]
         if silent:
             ranks = ", ".join(map(str, silent[:_MOST_RANKS])) + (" ..." if len(silent) > _MOST_RANKS else "")
+            log = logs.get(silent[0]) or launch.get("log") or "its log"
             self._plan.unknown.append(
                 f"what ended rank {ranks}: {log} has no word of it; a Python error of its own code there "
                 "(not NCCL, not a closed connection): leave it down"
