@@ -8,6 +8,7 @@
 #include "nanlocator/record/collective_kind.hpp"
 #include "report/checkpoint_orders.hpp"
 #include "report/places.hpp"
+#include "report/silent_orders.hpp"
 #include "report/words.hpp"
 
 namespace nanlocator::inline report_room {
@@ -251,27 +252,6 @@ bool is_to_look_first(const Verdict& verdict) {
     const RankCoordinates* const known = find_mentioned(verdict, rank);
     return known != nullptr && is_gpu(*known);
   });
-}
-
-std::vector<int> unexplained_ranks(const Verdict& verdict) {
-  if (course_of(verdict) != Course::stops || !is_open_to_endings(verdict.decision)) return {};
-  std::vector<int> ranks = verdict.silent_ranks;
-  if (!verdict.launch) return ranks;
-  for (const RankEnding& each : verdict.launch->endings) {
-    if (each.kind >= EndingKind::killed) std::erase(ranks, each.rank);
-  }
-  return ranks;
-}
-
-bool has_unknown_log(const Verdict& verdict) {
-  return !unexplained_ranks(verdict).empty() && (!verdict.launch || verdict.launch->log.empty());
-}
-
-const RankEnding* deciding_ending(const Verdict& verdict) {
-  if (!verdict.decision.ended_rank || !verdict.launch) return nullptr;
-  const auto& endings = verdict.launch->endings;
-  const auto found = std::ranges::find(endings, *verdict.decision.ended_rank, &RankEnding::rank);
-  return found == endings.end() ? nullptr : &*found;
 }
 
 /// "CHECK a18, THEN ", if that decides where it is restarted.

@@ -1,5 +1,6 @@
 // What the block orders, and the state from which it follows: the action, the line of five, the
-// check of a machine. checkpoint_orders.hpp has the checkpoint.
+// check of a machine. checkpoint_orders.hpp has the checkpoint, silent_orders.hpp ranks that did
+// not answer.
 #pragma once
 
 #include <cstdint>
@@ -35,12 +36,6 @@ void add_row(Rows& rows, const char* label, std::string text);
 [[nodiscard]] bool is_of_compiled_code(const Origin& origin);
 /// Shows the errors of a host's GPUs, or of one: " -i 3".
 [[nodiscard]] std::string error_counters(const std::string& gpu = "");
-/// Ranks that did not answer, whose end is not known and may change the orders.
-[[nodiscard]] std::vector<int> unexplained_ranks(const Verdict& verdict);
-/// And whose log nobody but the reader can find.
-[[nodiscard]] bool has_unknown_log(const Verdict& verdict);
-/// The end of a rank from which the decision follows; null if it follows from an origin.
-[[nodiscard]] const RankEnding* deciding_ending(const Verdict& verdict);
 
 // The first line and the line of five (narrative.hpp).
 [[nodiscard]] std::string severity_of(const Verdict& verdict);

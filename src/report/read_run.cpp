@@ -380,8 +380,8 @@ class RunReader {
     report_.verdict.launch =
         recorded ? recorded->launch : recorded_->launch_of_rank(step, report_.verdict.run_id);
     report_.verdict.decision = decide(report_.verdict, earlier_verdicts(folder_));
-    if (const auto step = deciding_step(report_.verdict)) {
-      if (const auto deciding = recorded_->of_step(*step)) follow(*deciding, report_.verdict);
+    if (const auto earlier = deciding_step(report_.verdict)) {
+      if (const auto deciding = recorded_->of_step(*earlier)) follow(*deciding, report_.verdict);
     }
     if (!recorded) return;
     merged.ledgers = {};
