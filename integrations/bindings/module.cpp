@@ -26,7 +26,7 @@
 #include "nanlocator/tensor/scan_tensor.hpp"
 #include "nanlocator/tensor/scan_work.hpp"
 #include "report/words.hpp"
-#include "step/launch.hpp"
+#include "step/rank_logs.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;

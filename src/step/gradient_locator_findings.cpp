@@ -11,6 +11,7 @@
 #include "nanlocator/report/read_run.hpp"
 #include "nanlocator/report/verdict_json.hpp"
 #include "step/launch.hpp"
+#include "step/rank_logs.hpp"
 
 namespace nanlocator::inline step_room {
 namespace {

@@ -3,7 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "nanlocator/files/atomic_file.hpp"
-#include "step/launch.hpp"
+#include "step/rank_logs.hpp"
 
 namespace nanlocator::inline step_room {
 

@@ -1,8 +1,6 @@
 #include "step/launch.hpp"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cctype>
 #include <charconv>
 #include <cstdlib>
@@ -16,10 +14,10 @@
 #include <vector>
 
 #include "nanlocator/locate/decision.hpp"
-#include "nanlocator/report/read_run.hpp"
 #include "nanlocator/step/loaded_checkpoint.hpp"
 #include "report/checkpoint_orders.hpp"
 #include "report/orders.hpp"
+#include "step/rank_logs.hpp"
 #include "step/run_directory.hpp"
 
 namespace nanlocator::inline step_room {
@@ -68,47 +66,6 @@ std::optional<std::int64_t> latest_finished(const fs::path& folder) {
   return number_at(text);
 }
 
-/// "" if it is a terminal, a pipe or gone.
-std::string file_of_stderr() {
-  std::error_code error;
-  const fs::path file = fs::read_symlink("/proc/self/fd/2", error);
-  return !error && fs::is_regular_file(file, error) ? file.string() : "";
-}
-
-std::atomic<std::int64_t> log_begin{0};
-
-/// What this attempt has written to a log, at most the last 16 MiB; "" if it cannot be read.
-std::string end_of(const std::string& log, std::int64_t begin) {
-  constexpr std::int64_t kMostBytes = std::int64_t{16} << 20;
-  std::ifstream file(log, std::ios::binary | std::ios::ate);
-  if (log.empty() || !file) return "";
-  const std::int64_t size = file.tellg();
-  begin = std::max(begin, size - kMostBytes);
-  if (begin >= size) return "";
-  std::string text(static_cast<std::size_t>(size - begin), '\0');
-  file.seekg(begin);
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  text.resize(static_cast<std::size_t>(file.gcount()));
-  return text;
-}
-
-/// Of a rank with several, the one that says most. Returns whether it is this one.
-bool add_ending(RankEnding ending, std::vector<RankEnding>& endings) {
-  const auto known = std::ranges::find(endings, ending.rank, &RankEnding::rank);
-  if (known == endings.end()) {
-    endings.push_back(std::move(ending));
-    return true;
-  }
-  if (known->kind >= ending.kind) return false;
-  *known = std::move(ending);
-  return true;
-}
-
-void read_log(const std::string& log, std::int64_t begin, std::span<const int> ranks,
-              std::vector<RankEnding>& endings) {
-  for (auto& each : endings_in(end_of(log, begin), ranks)) add_ending(std::move(each), endings);
-}
-
 std::mutex loaded_mutex;
 std::string loaded_path;
 
@@ -121,45 +78,6 @@ std::string loaded_from(const fs::path& folder) {
 }
 
 }  // namespace
-
-RankPlace place_of_this_rank(const RankCoordinates& coordinates) {
-  return {coordinates.describe(), coordinates.host, file_of_stderr(), log_begin};
-}
-
-void begin_log() noexcept {
-  std::error_code error;
-  const auto size = fs::file_size(file_of_stderr(), error);
-  log_begin = error ? 0 : static_cast<std::int64_t>(size);
-}
-
-std::vector<RankEnding> read_endings(const Launch& launch, std::span<const int> ranks) noexcept {
-  std::vector<RankEnding> found;
-  try {
-    for (const RankLog& each : launch.logs) {
-      const bool is_asked_for = std::ranges::find(ranks, each.rank) != ranks.end();
-      if (is_asked_for) read_log(each.log, each.log_begin, std::array{each.rank}, found);
-    }
-    read_log(launch.log, launch.log_begin, ranks, found);
-  } catch (const std::exception&) {  // what is missing is said to be unknown
-  }
-  return found;
-}
-
-bool add_later_endings(Verdict& verdict, const fs::path& attempt, const std::string& job_state) {
-  if (!verdict.launch) return false;
-  auto found = read_endings(*verdict.launch, verdict.silent_ranks);
-  const EndingKind of_job = ending_kind_of(job_state);
-  if (of_job == EndingKind::killed || of_job == EndingKind::machine) {
-    for (const int rank : verdict.silent_ranks) {
-      const auto known = std::ranges::find(found, rank, &RankEnding::rank);
-      if (known == found.end()) found.push_back({rank, of_job, "the job is " + job_state});
-    }
-  }
-  bool is_new = false;
-  for (auto& each : found) is_new |= add_ending(std::move(each), verdict.launch->endings);
-  if (is_new) verdict.decision = decide(verdict, earlier_verdicts(attempt));
-  return is_new;
-}
 
 void note_loaded_checkpoint(std::string path) {
   const std::lock_guard lock(loaded_mutex);
@@ -251,8 +169,9 @@ Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t fir
       launch.scheduler = "torchrun";
       if (id != "none") launch.job_id = id;  // torchrun's default
     }
-    launch.log = file_of_stderr();
-    launch.log_begin = log_begin;
+    RankLog own = own_log();
+    launch.log = std::move(own.log);
+    launch.log_begin = own.log_begin;
     if (checkpoint_dir.empty()) return launch;
     launch.checkpoint_dir = fs::absolute(checkpoint_dir).lexically_normal().string();
     launch.checkpoints = checkpoints_in(checkpoint_dir);

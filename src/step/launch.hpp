@@ -5,11 +5,9 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
-#include "nanlocator/agree/rank_monitor.hpp"
 #include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/step/locator_options.hpp"
 
@@ -20,23 +18,6 @@ namespace nanlocator::inline step_room {
 /// Never throws.
 [[nodiscard]] Launch read_launch(const std::filesystem::path& checkpoint_dir, int attempt,
                                  std::int64_t first, std::int64_t iteration) noexcept;
-
-/// For the others, should this rank fall silent.
-[[nodiscard]] RankPlace place_of_this_rank(const RankCoordinates& coordinates);
-
-/// From now on the log is this attempt's: earlier attempts may have written to the same file.
-void begin_log() noexcept;
-
-/// What the log says of the ends of `ranks`, as far as this attempt has written it; at most its
-/// last 16 MiB are read. Never throws.
-[[nodiscard]] std::vector<RankEnding> read_endings(const Launch& launch,
-                                                   std::span<const int> ranks) noexcept;
-
-/// What has become known since the verdict of the ends of ranks that did not answer, by the log and
-/// by the job's state as its scheduler names it ("OUT_OF_MEMORY"; "" if that is not known), and
-/// what follows from it. `attempt`: the run's folder. Returns whether there is anything new.
-bool add_later_endings(Verdict& verdict, const std::filesystem::path& attempt,
-                       const std::string& job_state);
 
 /// The checkpoints in `folder` by their names, the newest first: Megatron's iter_0000900,
 /// Transformers' checkpoint-900, DeepSpeed's global_step900, Lightning's epoch=1-step=900.ckpt, and
