@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "nanlocator/files/atomic_file.hpp"
@@ -247,8 +248,10 @@ static void add_places(const std::vector<LostRank>& lost, Verdict& verdict) {
   auto& known = verdict.layout->mentioned;
   for (const LostRank& each : lost) {
     const RankPlace& at = each.place;
+    auto& logs = verdict.launch->logs;
     const bool has_own_log = !at.log.empty() && at.log != verdict.launch->log;
-    if (has_own_log) verdict.launch->logs.push_back({each.rank, at.log, at.log_begin});
+    if (has_own_log && logs.size() < kMostMentioned)
+      logs.push_back({each.rank, at.log, at.log_begin});
     if (find_mentioned(verdict, each.rank) != nullptr || at.host.empty()) continue;
     if (known.size() >= kMostMentioned) break;
     RankCoordinates place;
@@ -276,6 +279,8 @@ void GradientLocator::Impl::add_endings(const std::string& own_end, Verdict& ver
     }
   }
   for (auto& each : read_endings(*verdict.launch, unknown)) endings.push_back(std::move(each));
+  std::ranges::stable_sort(endings, std::ranges::greater(), &RankEnding::kind);
+  if (endings.size() > kMostMentioned) endings.resize(kMostMentioned);  // those that say most
 }
 
 void GradientLocator::Impl::decide_on(Verdict& verdict) const {

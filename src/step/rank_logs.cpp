@@ -1,10 +1,10 @@
 #include "step/rank_logs.hpp"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <exception>
 #include <fstream>
+#include <map>
 #include <system_error>
 #include <utility>
 
@@ -75,12 +75,19 @@ void begin_log() noexcept {
 }
 
 std::vector<RankEnding> read_endings(const Launch& launch, std::span<const int> ranks) noexcept {
+  constexpr std::size_t kMostFiles = 16;  // of other ranks; those of one host mostly share one
   std::vector<RankEnding> found;
   try {
+    std::map<std::string, std::pair<std::int64_t, std::vector<int>>> files;
     for (const RankLog& each : launch.logs) {
-      const bool is_asked_for = std::ranges::find(ranks, each.rank) != ranks.end();
-      if (is_asked_for) read_log(each.log, each.log_begin, std::array{each.rank}, found);
+      if (std::ranges::find(ranks, each.rank) == ranks.end()) continue;
+      if (files.size() >= kMostFiles && !files.contains(each.log)) continue;
+      auto& [begin, of] =
+          files.try_emplace(each.log, each.log_begin, std::vector<int>()).first->second;
+      begin = std::min(begin, each.log_begin);
+      of.push_back(each.rank);
     }
+    for (const auto& [log, part] : files) read_log(log, part.first, part.second, found);
     read_log(launch.log, launch.log_begin, ranks, found);
   } catch (const std::exception&) {  // what is missing is said to be unknown
   }

@@ -22,7 +22,7 @@ namespace nanlocator::inline step_room {
 void begin_log() noexcept;
 
 /// What the log says of the ends of `ranks`, as far as this attempt has written it; at most its
-/// last 16 MiB are read. Never throws.
+/// last 16 MiB are read, and at most 16 files of other ranks, each once. Never throws.
 [[nodiscard]] std::vector<RankEnding> read_endings(const Launch& launch,
                                                    std::span<const int> ranks) noexcept;
 

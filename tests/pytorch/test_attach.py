@@ -236,9 +236,14 @@ for step in range(300):
 """
 
 
-def test_the_checkpoint_that_a_script_has_loaded_is_read():
+@pytest.mark.parametrize(
+    "file",
+    ["{0}", "__import__('pathlib').Path({0})", "open({0}, 'rb')"],
+    ids=["a name", "a path", "an open file"],
+)
+def test_the_checkpoint_that_a_script_has_loaded_is_read(file):
     Path("checkpoints").mkdir()
-    Path("script.py").write_text(RESUMED)
+    Path("script.py").write_text(RESUMED.replace(name := '"checkpoints/step_200.pt"', file.format(name)))
     done = run("-m", "nanlocator", "--checkpoint-dir", "checkpoints", "script.py", start=interpreter)
     said = " ".join(done.stderr.split())
     assert "checkpoint, proven: step_200.pt, which this run had loaded: weight holds NaN" in said, done.stderr

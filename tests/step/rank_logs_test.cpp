@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <optional>
 #include <string>
 
@@ -14,6 +15,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
+using ::testing::SizeIs;
 
 TEST(RankLogs, WhatALogSaysAfterTheVerdictDecidesLater) {
   const testing::TemporaryFolder folder;
@@ -44,6 +46,8 @@ TEST(RankLogs, WhatALogSaysAfterTheVerdictDecidesLater) {
   verdict.launch->log = (folder.path() / "gone").string();
   EXPECT_THAT(read_endings(*verdict.launch, verdict.silent_ranks),
               ElementsAre(RankEnding{1, EndingKind::killed, "exit code -9"}));
+  verdict.launch->logs.push_back({.rank = 2, .log = (folder.path() / "rank1.err").string()});
+  EXPECT_THAT(read_endings(*verdict.launch, std::array{1, 2}), SizeIs(1));  // of rank 2 no word
   verdict.launch->logs.clear();
   EXPECT_THAT(read_endings(*verdict.launch, verdict.silent_ranks), IsEmpty());
 }

@@ -19,7 +19,8 @@ def follow() -> None:
 def _load(original: Any, *args: Any, **kwargs: Any) -> Any:
     loaded = original(*args, **kwargs)
     file = args[0] if args else kwargs.get("f")
-    file = getattr(file, "name", file)  # of an open file
+    if not isinstance(file, str | os.PathLike):
+        file = getattr(file, "name", None)  # of an open file
     if isinstance(file, str | os.PathLike):
         _C.note_loaded_checkpoint(os.path.abspath(os.fsdecode(file)))
     return loaded
