@@ -19,8 +19,8 @@
 #include "nanlocator/replay/capture.hpp"
 #include "nanlocator/scan/content.hpp"
 #include "nanlocator/watch/module_scope.hpp"
-#include "operators/lineage.hpp"
 #include "operators/operator_info.hpp"
+#include "operators/place.hpp"
 #include "operators/torch_versions.hpp"
 
 namespace nanlocator::inline operators_room {

@@ -10,39 +10,64 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl();
 }
 
-Tag part_of(const Tag& tag, const ByteRange& range) {
-  return {.range = range, .births = tag.births};
+/// What remains of a piece; its NaN may have been elsewhere.
+Piece part_of(Piece piece, std::int64_t begin, std::int64_t end) {
+  piece.range.begin = begin;
+  piece.range.end = end;
+  piece.content = Content::finite;
+  return piece;
 }
 
-Touch part_of(const Touch& touch, const ByteRange& range) {
-  return {.range = range, .by = touch.by};
+/// Those that `range` overlaps, of disjoint pieces by address.
+template <class Pieces>
+auto overlapped(Pieces& pieces, const ByteRange& range) {
+  const auto first = std::ranges::partition_point(
+      pieces, [&](const Piece& each) { return each.range.end <= range.begin; });
+  const auto end = std::ranges::partition_point(
+      first, pieces.end(), [&](const Piece& each) { return each.range.begin < range.end; });
+  return std::ranges::subrange(first, end);
 }
 
-/// Drops the bytes in `range`, which is overwritten. A view with gaps drops none.
-template <class Piece>
-void drop_overwritten(std::vector<Piece>& pieces, const ByteRange& range) {
-  if (!range.is_dense) return;
+/// Cuts disjoint pieces by address at both ends of `range`.
+void cut_at(std::vector<Piece>& pieces, const ByteRange& range) {
+  for (const std::int64_t at : {range.begin, range.end}) {
+    const auto piece = std::ranges::partition_point(
+        pieces, [&](const Piece& each) { return each.range.end <= at; });
+    if (piece == pieces.end() || piece->range.begin >= at) continue;
+    Piece rest = part_of(*piece, at, piece->range.end);
+    *piece = part_of(std::move(*piece), piece->range.begin, at);
+    pieces.insert(std::next(piece), std::move(rest));
+  }
+}
+
+/// Cuts disjoint pieces by address at both ends of `range` and adds those that are missing in it.
+void fill_gaps(std::vector<Piece>& pieces, const ByteRange& range) {
+  cut_at(pieces, range);
+  std::vector<Piece> missing;
+  std::int64_t at = range.begin;
+  for (const Piece& piece : overlapped(pieces, range)) {
+    if (at < piece.range.begin) missing.push_back({.range = {at, piece.range.begin}});
+    at = piece.range.end;
+  }
+  if (at < range.end) missing.push_back({.range = {at, range.end}});
+  if (missing.empty()) return;
+  pieces.insert(pieces.end(), missing.begin(), missing.end());
+  std::ranges::sort(pieces, {}, [](const Piece& piece) { return piece.range.begin; });
+}
+
+/// Drops the bytes in `range` from pieces with gaps.
+void drop_overwritten(std::vector<Piece>& strided, const ByteRange& range) {
   std::vector<Piece> kept;
-  for (Piece& piece : pieces) {
-    const auto& [begin, end, is_dense] = piece.range;
+  for (Piece& piece : strided) {
+    const auto [begin, end, is_dense] = piece.range;
     if (!piece.range.overlaps(range)) {
       kept.push_back(std::move(piece));
       continue;
     }
-    if (begin < range.begin) kept.push_back(part_of(piece, {begin, range.begin, is_dense}));
-    if (range.end < end) kept.push_back(part_of(piece, {range.end, end, is_dense}));
+    if (begin < range.begin) kept.push_back(part_of(piece, begin, range.begin));
+    if (range.end < end) kept.push_back(part_of(std::move(piece), range.end, end));
   }
-  pieces = std::move(kept);
-}
-
-void note_write(StorageRecord& record, const RangeWrite& write) {
-  std::erase_if(record.writes,
-                [&](const RangeWrite& before) { return write.range.contains(before.range); });
-  record.writes.push_back(write);
-  drop_overwritten(record.touches, write.range);
-  std::erase_if(record.touches, [&](const Touch& touch) {  // two views with the same gaps
-    return !touch.range.is_dense && write.range.contains(touch.range);
-  });
+  strided = std::move(kept);
 }
 
 }  // namespace
@@ -52,23 +77,16 @@ bool has_bytes(const at::Tensor& tensor) noexcept {
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.numel() > 0;
 }
 
-void unite(BirthIds& ids, const BirthIds& more) {
-  for (const BirthId id : more) {
-    const auto at = std::lower_bound(ids.begin(), ids.end(), id);
-    if (at == ids.end() || *at != id) ids.insert(at, id);
-  }
-}
-
 void Lineage::clear() {
   records_.clear();
   sweep_at_ = 4096;
 }
 
-StorageRecord& Lineage::record_of(const at::Tensor& tensor) {
+Lineage::Record& Lineage::record_of(const at::Tensor& tensor) {
   const auto* storage = storage_of(tensor);
   if (const auto found = records_.find(storage); found != records_.end()) return found->second;
   if (records_.size() >= sweep_at_) forget_the_dead();
-  return records_.emplace(storage, StorageRecord(tensor.storage().getWeakStorageImpl()))
+  return records_.emplace(storage, Record{.owner = tensor.storage().getWeakStorageImpl()})
       .first->second;
 }
 
@@ -77,312 +95,266 @@ void Lineage::forget_the_dead() {
   sweep_at_ = std::max<std::size_t>(4096, 2 * records_.size());
 }
 
-StorageRecord* Lineage::find(const at::Tensor& tensor) {
+const Lineage::Record* Lineage::find(const at::Tensor& tensor) const {
   const auto found = records_.find(storage_of(tensor));
   return found == records_.end() ? nullptr : &found->second;
 }
 
-BirthIds Lineage::births_in(const at::Tensor& tensor) {
-  BirthIds births;
-  const StorageRecord* record = find(tensor);
-  if (record == nullptr || record->tags.empty()) return births;
-  const ByteRange range = range_of(tensor);
-  for (const Tag& tag : record->tags) {
-    if (tag.range.overlaps(range)) unite(births, tag.births);
+// ---- What happens to memory ---------------------------------------------------------------------
+
+/// What was there is overwritten. A view with gaps overwrites only what had the same gaps.
+void Lineage::put(Record& record, Piece piece) {
+  const ByteRange range = piece.range;
+  if (range.is_dense) {
+    if (!record.strided.empty()) drop_overwritten(record.strided, range);
+    cut_at(record.pieces, range);
+    const auto overwritten = overlapped(record.pieces, range);
+    const auto next = record.pieces.erase(overwritten.begin(), overwritten.end());
+    record.pieces.insert(next, std::move(piece));
+    return;
   }
-  return births;
-}
-
-bool Lineage::is_known_to_have_nan(const at::Tensor& tensor) {
-  const StorageRecord* record = find(tensor);
-  if (record == nullptr || record->tags.empty() || !record->touches.empty()) return false;
-  const ByteRange range = range_of(tensor);
-  return range.is_dense && std::ranges::any_of(record->tags, [&](const Tag& tag) {
-           return tag.content == Content::nan && range.contains(tag.range);
-         });
-}
-
-RangeWrite Lineage::last_write_of(const at::Tensor& tensor) {
-  RangeWrite last;
-  const StorageRecord* record = find(tensor);
-  if (record == nullptr) return last;
-  const ByteRange range = range_of(tensor);
-  for (const RangeWrite& write : record->writes) {
-    if (write.range.overlaps(range) && write.clock >= last.clock) last = write;
+  const auto is_inside = [&](const Piece& each) { return range.contains(each.range); };
+  std::erase_if(record.strided,
+                [&](const Piece& each) { return is_inside(each) && each.births.empty(); });
+  for (auto* const pieces : {&record.pieces, &record.strided}) {
+    for (Piece& each : *pieces) {
+      if (each.is_touched_in_part && is_inside(each)) each.touched_by = nullptr;
+    }
   }
-  return last;
-}
-
-bool Lineage::was_written_finite(const at::Tensor& tensor) {
-  const StorageRecord* record = find(tensor);
-  if (record == nullptr || record->state != StorageState::written) return false;
-  const ByteRange range = range_of(tensor);
-  if (record->finite_range.contains(range)) return true;
-  // Writes far apart, as to gradients in one buffer, are in no common range.
-  const auto last =
-      std::ranges::find_if(record->writes.rbegin(), record->writes.rend(),
-                           [&](const RangeWrite& write) { return write.range.overlaps(range); });
-  return last != record->writes.rend() && last->is_finite && last->range.is_dense &&
-         last->range.contains(range);
-}
-
-std::shared_ptr<const Place> Lineage::last_touch_of(const at::Tensor& tensor) {
-  const StorageRecord* record = find(tensor);
-  if (record == nullptr) return nullptr;
-  const ByteRange range = range_of(tensor);
-  const auto last =
-      std::ranges::find_if(record->touches.rbegin(), record->touches.rend(),
-                           [&](const Touch& touch) { return touch.range.overlaps(range); });
-  return last == record->touches.rend() ? nullptr : last->by;
+  record.strided.push_back(std::move(piece));
 }
 
 void Lineage::note_allocation(const at::Tensor& tensor, std::uint64_t clock,
                               const std::string* writer,
                               const std::shared_ptr<const Place>& place) {
-  StorageRecord& record = record_of(tensor);
-  record.state = StorageState::allocated;
-  record.last_write = clock;
-  record.finite_range = {};
-  record.writer = record.allocator = writer;
-  record.place = place;
-  record.touches.clear();
-  record.tags.clear();
-  record.writes.clear();
+  Record& record = record_of(tensor);
+  record.allocator = writer;
+  record.allocated_at = place;
+  record.strided.clear();
+  const auto end = static_cast<std::int64_t>(tensor.storage().nbytes());
+  record.pieces.assign(1, {.range = {0, std::max(end, range_of(tensor).end)},
+                           .state = MemoryState::allocated,
+                           .clock = clock,
+                           .writer = writer,
+                           .place = place});
 }
 
-void Lineage::note_growth(const at::Tensor& tensor, const std::string* writer,
-                          const std::shared_ptr<const Place>& place) {
-  StorageRecord& record = record_of(tensor);
+void Lineage::note_growth(const at::Tensor& tensor, std::int64_t bytes_before, std::uint64_t clock,
+                          const std::string* writer, const std::shared_ptr<const Place>& place) {
+  Record& record = record_of(tensor);
   record.allocator = writer;
-  const bool is_own =
-      record.state == StorageState::allocated || record.state == StorageState::written;
-  if (is_own) record.place = place;
+  record.allocated_at = place;
+  put(record, {.range = {bytes_before, static_cast<std::int64_t>(tensor.storage().nbytes())},
+               .state = MemoryState::allocated,
+               .clock = clock,
+               .writer = writer,
+               .place = place});
 }
 
 void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
                                 const std::string* writer, bool is_filler) {
-  StorageRecord& record = record_of(tensor);
-  const ByteRange range = range_of(tensor);
-  if (record.state != StorageState::written) {
-    record.state = StorageState::written;
-    record.finite_range = {};
-  }
-  if (range.is_dense) {
-    ByteRange& known = record.finite_range;
-    if (known.end == known.begin || range.contains(known)) {
-      known = range;
-    } else if (range.begin <= known.end && known.begin <= range.end) {
-      known = {std::min(known.begin, range.begin), std::max(known.end, range.end), true};
-    }
-    if (!record.tags.empty()) drop_overwritten(record.tags, range);
-  }
-  note_write(record, {.range = range,
-                      .clock = clock,
-                      .writer = writer,
-                      .is_finite = true,
-                      .is_filler = is_filler});
-  record.is_filled = is_filler;
-  record.last_write = clock;
-  record.writer = writer;
+  Record& record = record_of(tensor);
+  put(record, {.range = range_of(tensor),
+               .state = MemoryState::finite,
+               .clock = clock,
+               .writer = writer,
+               .place = record.allocated_at,
+               .is_filler = is_filler});
 }
 
 void Lineage::note_bytes(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                          const std::shared_ptr<const Place>& place) {
-  StorageRecord& record = record_of(tensor);
+  put(record_of(tensor), {.range = range_of(tensor),
+                          .state = MemoryState::bytes,
+                          .clock = clock,
+                          .writer = writer,
+                          .place = place});
+}
+
+void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
+                             const std::string* writer, const BirthIds& births, Content content) {
+  Record& record = record_of(tensor);
+  put(record, {.range = range_of(tensor),
+               .state = MemoryState::written,
+               .clock = clock,
+               .writer = writer,
+               .place = record.allocated_at,
+               .births = births,
+               .content = content});
+}
+
+void Lineage::note_bad_content(const at::Tensor& tensor, const BirthIds& births) {
+  Record& record = record_of(tensor);
   const ByteRange range = range_of(tensor);
-  record.state = StorageState::bytes;
-  record.finite_range = {};
-  record.place = place;
-  if (!record.tags.empty()) drop_overwritten(record.tags, range);
-  note_write(record, {.range = range, .clock = clock, .writer = writer});
-  record.is_filled = false;
-  record.last_write = clock;
-  record.writer = writer;
+  if (!range.is_dense) {
+    record.strided.push_back({.range = range, .births = births});
+    return;
+  }
+  fill_gaps(record.pieces, range);
+  for (Piece& piece : overlapped(record.pieces, range)) unite(piece.births, births);
+}
+
+void Lineage::note_received(const at::Tensor& tensor, std::uint64_t clock,
+                            const std::string* writer, const std::shared_ptr<const Place>& place,
+                            const BirthIds& sent) {
+  put(record_of(tensor), {.range = range_of(tensor),
+                          .state = MemoryState::received,
+                          .clock = clock,
+                          .writer = writer,
+                          .place = place,
+                          .births = sent});
+}
+
+void Lineage::note_arrival(const c10::StorageImpl* storage, const ByteRange& range,
+                           std::uint64_t clock, const std::string* writer) {
+  const auto found = records_.find(storage);
+  if (found == records_.end()) return;
+  Record& record = found->second;
+  const Piece known = known_of(record, range);
+  if (!known.is_written() || !known.births.empty()) return;
+  put(record, {.range = range,
+               .state = MemoryState::received,
+               .clock = clock,
+               .writer = writer,
+               .place = record.allocated_at});
+}
+
+void Lineage::note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {
+  const auto found = records_.find(storage_of(tensor));
+  if (found == records_.end()) return;
+  Record& record = found->second;
+  const ByteRange range = range_of(tensor);
+  const std::uint64_t touch = ++touches_;
+  const auto touched = [&](Piece& piece) {
+    piece.touched_by = place;
+    piece.touch = touch;
+    piece.is_touched_in_part = !range.is_dense;
+  };
+  fill_gaps(record.pieces, range);
+  std::ranges::for_each(overlapped(record.pieces, range), touched);
+  for (Piece& piece : record.strided) {
+    if (piece.range.overlaps(range)) touched(piece);
+  }
+}
+
+void Lineage::note_earlier(const at::Tensor& tensor, const std::string* writer,
+                           const std::shared_ptr<const Place>& place) {
+  put(record_of(tensor),
+      {.range = range_of(tensor), .state = MemoryState::earlier, .writer = writer, .place = place});
+}
+
+void Lineage::note_foreign(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {
+  if (knows(tensor)) return;
+  put(record_of(tensor),
+      {.range = range_of(tensor), .state = MemoryState::foreign, .place = place});
 }
 
 void Lineage::forget(const at::Tensor& tensor) {
   records_.erase(storage_of(tensor));
 }
 
-void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
-                             const std::string* writer, const BirthIds& births, Content content) {
-  StorageRecord& record = record_of(tensor);
-  const ByteRange range = range_of(tensor);
-  if (record.state != StorageState::written) {
-    record.state = StorageState::written;
-    record.finite_range = {};
+// ---- What is known of it ------------------------------------------------------------------------
+
+bool Lineage::knows(const at::Tensor& tensor) const {
+  return find(tensor) != nullptr;
+}
+
+Piece Lineage::known_of(const at::Tensor& tensor) const {
+  const Record* const record = find(tensor);
+  return record == nullptr ? Piece() : known_of(*record, range_of(tensor));
+}
+
+Piece Lineage::known_of(const Record& record, const ByteRange& range) {
+  const Piece* last = nullptr;       // of those that were written by operators
+  const Piece* unscanned = nullptr;  // the last of those that nobody scanned
+  const Piece* touched = nullptr;
+  BirthIds births;
+  bool is_finite = true;
+  std::int64_t known_to = range.begin;
+  const auto look_at = [&](const Piece& piece) {
+    unite(births, piece.births);
+    if (piece.touched_by != nullptr && (touched == nullptr || piece.touch > touched->touch)) {
+      touched = &piece;
+    }
+    is_finite = is_finite && piece.state == MemoryState::finite && piece.births.empty();
+    const Piece*& latest = piece.is_written() ? last : unscanned;
+    if (latest == nullptr || piece.clock >= latest->clock) latest = &piece;
+  };
+  for (const Piece& piece : overlapped(record.pieces, range)) {
+    look_at(piece);
+    if (piece.range.begin <= known_to) known_to = piece.range.end;
   }
-  drop_overwritten(record.tags, range);
-  record.tags.push_back({.range = range, .births = births, .content = content});
-  note_write(record, {.range = range, .clock = clock, .writer = writer});
-  record.is_filled = false;
-  record.last_write = clock;
-  record.writer = writer;
-}
-
-void Lineage::note_bad_content(const at::Tensor& tensor, const BirthIds& births) {
-  StorageRecord& record = record_of(tensor);
-  record.tags.push_back({.range = range_of(tensor), .births = births});
-}
-
-void Lineage::note_received(const at::Tensor& tensor, std::uint64_t clock,
-                            const std::string* writer, const std::shared_ptr<const Place>& place,
-                            const BirthIds& sent) {
-  StorageRecord& record = record_of(tensor);
-  record.state = StorageState::received;
-  record.last_write = clock;
-  record.finite_range = {};
-  record.writer = writer;
-  record.place = place;
-  const ByteRange range = range_of(tensor);
-  drop_overwritten(record.tags, range);
-  if (!sent.empty()) record.tags.push_back({.range = range, .births = sent});
-  note_write(record, {.range = range, .clock = clock, .writer = writer, .is_received = true});
-}
-
-void Lineage::note_arrival(const c10::StorageImpl* storage, const ByteRange& range,
-                           std::uint64_t clock, const std::string* writer) {
-  const auto found = records_.find(storage);
-  if (found == records_.end() || found->second.state != StorageState::written) return;
-  StorageRecord& record = found->second;
-  const bool has_births =
-      std::ranges::any_of(record.tags, [&](const Tag& tag) { return tag.range.overlaps(range); });
-  if (has_births) return;
-  note_write(record, {.range = range, .clock = clock, .writer = writer, .is_received = true});
-}
-
-void Lineage::note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {
-  StorageRecord* record = find(tensor);
-  if (record == nullptr) return;
-  const ByteRange range = range_of(tensor);
-  std::erase_if(record->touches, [&](const Touch& before) { return range.contains(before.range); });
-  record->touches.push_back({.range = range, .by = place});
-}
-
-void Lineage::note_earlier(const at::Tensor& tensor, const std::string* writer,
-                           const std::shared_ptr<const Place>& place) {
-  StorageRecord& record = record_of(tensor);
-  record.state = StorageState::earlier;
-  record.writer = writer;
-  record.place = place;
-}
-
-void Lineage::note_foreign(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {
-  if (find(tensor) != nullptr) return;
-  StorageRecord& record = record_of(tensor);
-  record.state = StorageState::foreign;
-  record.place = place;
-}
-
-void Declarations::declare(const at::Tensor& tensor, DeclaredAs as, std::string name) {
-  Declared declared{.tensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
-                        tensor.getIntrusivePtr()),
-                    .storage = tensor.storage().getWeakStorageImpl(),
-                    .range = range_of(tensor),
-                    .as = as,
-                    .name = std::move(name),
-                    .module = {}};
-  if (as == DeclaredAs::parameter || as == DeclaredAs::buffer) {
-    const auto dot = declared.name.rfind('.');
-    if (dot != std::string::npos) declared.module = declared.name.substr(0, dot);
+  const Piece nothing;
+  if (known_to < range.end) look_at(nothing);
+  bool is_written_in_part = false;
+  for (const Piece& piece : record.strided) {
+    if (!piece.range.overlaps(range) || piece.state == MemoryState::unknown) continue;
+    is_written_in_part = piece.is_written();
+    look_at(piece);
   }
-  declared_.push_back(std::move(declared));
-  index(declared_.size() - 1);
-}
-
-void Declarations::note_writer(const at::Tensor& parameter,
-                               const std::shared_ptr<const Place>& writer) {
-  for (Declared& each : declared_) {
-    const bool is_it = each.as == DeclaredAs::parameter &&
-                       each.tensor._unsafe_get_target() == parameter.unsafeGetTensorImpl();
-    if (is_it) each.writer = writer;
+  Piece known = unscanned != nullptr ? *unscanned : last != nullptr ? *last : nothing;
+  const bool was_there_before = known.state == MemoryState::unknown ||
+                                known.state == MemoryState::foreign ||
+                                known.state == MemoryState::earlier;
+  if (is_written_in_part && !was_there_before) {
+    known = *last;
+    known.state = MemoryState::written;
   }
+  if (is_finite)
+    known.state = MemoryState::finite;
+  else if (known.is_written())
+    known.state = MemoryState::written;
+  known.range = range;
+  known.births = std::move(births);
+  known.touched_by = touched == nullptr ? nullptr : touched->touched_by;
+  return known;
 }
 
-void Declarations::index(std::size_t position) {
-  const at::Tensor tensor = tensor_of(declared_[position]);
-  const at::Tensor values = tensor.defined() ? values_of(tensor) : at::Tensor();
-  if (!values.defined()) return;
-  declared_[position].storage = values.storage().getWeakStorageImpl();
-  declared_[position].range = range_of(values);
-  by_storage_.emplace(storage_of(values), position);
+MemoryState Lineage::state_of(const at::Tensor& tensor) const {
+  return known_of(tensor).state;
 }
 
-void Declarations::refresh() {
-  by_storage_.clear();
-  for (std::size_t i = 0; i < declared_.size(); ++i) index(i);
+const std::string* Lineage::allocator_of(const at::Tensor& tensor) const {
+  const Record* const record = find(tensor);
+  return record == nullptr ? nullptr : record->allocator;
 }
 
 template <typename Use>
-void Declarations::for_each_sharing(const at::Tensor& tensor, const Use& use) const {
-  if (by_storage_.empty()) return;
-  const auto [begin, end] = by_storage_.equal_range(storage_of(tensor));
-  if (begin == end) return;
+void Lineage::for_each_piece_of(const at::Tensor& tensor, const Use& use) const {
+  const Record* const record = find(tensor);
+  if (record == nullptr) return;
   const ByteRange range = range_of(tensor);
-  for (auto at = begin; at != end; ++at) {
-    const Declared& declared = declared_[at->second];
-    if (declared.range.overlaps(range)) use(declared);
+  std::ranges::for_each(overlapped(record->pieces, range), use);
+  for (const Piece& piece : record->strided) {
+    if (piece.range.overlaps(range)) use(piece);
   }
 }
 
-const Declarations::Declared* Declarations::find(const at::Tensor& tensor) const {
-  const Declared* first = nullptr;  // tied weights have several names
-  for_each_sharing(tensor, [&](const Declared& declared) {
-    if (declared.as == DeclaredAs::gradient) return;
-    if (first == nullptr || &declared < first) first = &declared;
-  });
-  return first;
+BirthIds Lineage::births_in(const at::Tensor& tensor) const {
+  BirthIds births;
+  for_each_piece_of(tensor, [&](const Piece& piece) { unite(births, piece.births); });
+  return births;
 }
 
-std::vector<const Declarations::Declared*> Declarations::find_all(const at::Tensor& tensor) const {
-  std::vector<const Declared*> all;
-  for_each_sharing(tensor, [&](const Declared& declared) {
-    if (declared.as != DeclaredAs::gradient) all.push_back(&declared);
-  });
-  std::ranges::sort(all);  // pointers into one vector
-  return all;
-}
-
-std::vector<NamedTensor> Declarations::gradients_in(const at::Tensor& tensor) const {
-  std::vector<NamedTensor> gradients;
-  for_each_sharing(tensor, [&](const Declared& declared) {
-    if (declared.as != DeclaredAs::gradient) return;
-    at::Tensor gradient = tensor_of(declared);
-    if (gradient.defined()) gradients.push_back({declared.name, std::move(gradient)});
-  });
-  return gradients;
-}
-
-bool Declarations::has_gradient_in(const at::Tensor& tensor) const {
+bool Lineage::is_known_to_have_nan(const at::Tensor& tensor) const {
   const ByteRange range = range_of(tensor);
-  return std::ranges::any_of(declared_, [&](const Declared& declared) {
-    if (declared.as != DeclaredAs::parameter && declared.as != DeclaredAs::gradient) return false;
-    const at::Tensor each = tensor_of(declared);
-    if (!each.defined()) return false;
-    const at::Tensor gradient = declared.as == DeclaredAs::gradient ? each
-                                : each.is_leaf()                    ? each.grad()
-                                                                    : at::Tensor();
-    const at::Tensor values = gradient.defined() ? values_of(gradient) : at::Tensor();
-    return values.defined() && values.is_alias_of(tensor) && range_of(values).overlaps(range);
+  if (!range.is_dense) return false;
+  bool has_nan = false;
+  for_each_piece_of(tensor, [&](const Piece& piece) {
+    has_nan = has_nan || (piece.content == Content::nan && piece.touched_by == nullptr &&
+                          range.contains(piece.range));
   });
+  return has_nan;
 }
 
-std::vector<NamedTensor> Declarations::parameters_of(const std::string& module,
-                                                     std::size_t most) const {
-  std::vector<NamedTensor> parameters;
-  for (const Declared& declared : declared_) {
-    if (declared.as != DeclaredAs::parameter || declared.module != module) continue;
-    const at::Tensor tensor = tensor_of(declared);
-    if (tensor.defined() && parameters.size() < most) parameters.push_back({declared.name, tensor});
-  }
-  return parameters;
-}
-
-at::Tensor Declarations::tensor_of(const Declared& declared) {
-  if (declared.tensor.expired()) return {};
-  auto strong = declared.tensor.lock();
-  if (!strong) return {};
-  return at::Tensor(std::move(strong));
+Piece Lineage::last_write_of(const at::Tensor& tensor) const {
+  Piece last;
+  for_each_piece_of(tensor, [&](const Piece& piece) {
+    const bool is_write = piece.is_written() || piece.state == MemoryState::received ||
+                          piece.state == MemoryState::bytes;
+    if (is_write && piece.clock >= last.clock) last = piece;
+  });
+  return last;
 }
 
 }  // namespace nanlocator::inline operators_room

@@ -219,13 +219,10 @@ void note_copy(const at::Tensor& tensor, const at::Tensor& copy) {
   if (trace == nullptr || !tensor.has_storage() || tensor.is_alias_of(copy)) return;
   const std::lock_guard lock(trace->mutex);
   Lineage& lineage = trace->lineage;
-  const StorageRecord* const record = lineage.find(tensor);
-  if (record == nullptr) return;
-  const auto place = record->place;
-  const std::string* const writer = record->writer;
-  if (record->state == StorageState::earlier) lineage.note_earlier(copy, writer, place);
-  if (record->state != StorageState::received) return;
-  lineage.note_received(copy, record->last_write, writer, place, lineage.births_in(tensor));
+  const Piece known = lineage.known_of(tensor);
+  if (known.state == MemoryState::earlier) lineage.note_earlier(copy, known.writer, known.place);
+  if (known.state != MemoryState::received) return;
+  lineage.note_received(copy, known.clock, known.writer, known.place, known.births);
 }
 
 OperatorTrace::OperatorTrace(TraceOptions options)

@@ -364,7 +364,7 @@ std::vector<std::shared_ptr<const Place>> OperatorTrace::Impl::fused_writers_of(
   const auto dot = gradient.name.rfind('.');
   const std::string module = dot == std::string::npos ? "" : gradient.name.substr(0, dot);
   const std::lock_guard lock(mutex);
-  const RangeWrite last_write = lineage.last_write_of(gradient.tensor);
+  const Piece last_write = lineage.last_write_of(gradient.tensor);
   // If an operator adds up the gradient, no kernel inside a node of its module does.
   const bool is_added_by_operators = last_write.clock > 0 && !last_write.is_filler;
   std::vector<std::shared_ptr<const Place>> had_it, of_its_module;
@@ -453,8 +453,7 @@ static std::optional<Declarations::Declared> declared_behind(
 
 bool OperatorTrace::Impl::is_seen_first(const at::Tensor& values) {
   const std::lock_guard lock(mutex);
-  return values.is_leaf() && lineage.find(values) == nullptr &&
-         declarations.find(values) == nullptr;
+  return values.is_leaf() && !lineage.knows(values) && declarations.find(values) == nullptr;
 }
 
 static bool is_given(const Frame& operation, const at::Tensor& values) {
@@ -504,43 +503,25 @@ static bool is_number(const at::Tensor& values) {
 
 Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& frames) {
   Root root;
-  std::optional<StorageState> state;
-  bool was_finite = false;
-  bool is_left_alone = false;  // in this pass
-  std::shared_ptr<const Place> touched_by;
-  std::string allocator;
-  std::uint64_t last_write = 0;
+  Piece known;
+  const std::string* allocator = nullptr;
   std::vector<Declarations::Declared> sharing;
   {
     const std::lock_guard lock(mutex);
-    if (const StorageRecord* record = lineage.find(values)) {
-      // A record that only has tags of other bytes says nothing about these.
-      const bool is_of_before =
-          record->state == StorageState::foreign || record->state == StorageState::earlier;
-      if (record->last_write != 0 || is_of_before) state = record->state;
-      was_finite = lineage.was_written_finite(values);
-      last_write = record->last_write;
-      if (record->writer != nullptr) root.writer = *record->writer;
-      root.place = record->place;
-      if (record->allocator != nullptr) allocator = *record->allocator;
-      // Some gradients in a shared buffer are written after the buffer was reduced.
-      const RangeWrite last = lineage.last_write_of(values);
-      is_left_alone = record->allocator == nullptr && last.clock == 0;
-      if (state == StorageState::written && last.is_received) {
-        state = StorageState::received;
-        root.writer = *last.writer;
-      }
-      // Its inputs were scanned when that frame was entered. Gradients of many parameters share a
-      // storage, so only frames that had these very bytes count.
-      touched_by = lineage.last_touch_of(values);
-    }
+    known = lineage.known_of(values);
+    allocator = lineage.allocator_of(values);
+    const bool is_written_unseen = known.state == MemoryState::unknown && lineage.knows(values) &&
+                                   declarations.has_gradient_in(values);
+    if (is_written_unseen) known.state = MemoryState::written;
     for (const auto* declared : declarations.find_all(values)) sharing.push_back(*declared);
-    // A write to the padding between weights, or to another weight, says nothing about this one.
-    if (is_left_alone && state == StorageState::written && !sharing.empty()) {
-      state.reset();
-      root.writer.clear();
-    }
   }
+  const MemoryState state = known.state;
+  const bool is_written = known.is_written();
+  // Its inputs were scanned when that frame was entered. Gradients of many parameters share a
+  // storage, so only frames that had these very bytes count.
+  const auto& touched_by = known.touched_by;
+  if (known.writer != nullptr) root.writer = *known.writer;
+  root.place = known.place;
   root.declared = declared_behind(sharing);
   const auto born_inside = [&](Place place) {
     if (is_of_reducer(place.frame)) {
@@ -551,34 +532,32 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
     root.kind = BirthKind::opaque;
     root.inside = std::move(place);
   };
-  const bool has_been_written = state == StorageState::written || state == StorageState::received;
-  if (has_been_written && touched_by != nullptr) {
+  if ((is_written || state == MemoryState::received) && touched_by != nullptr) {
     born_inside(*touched_by);
     root.last_seen = LastSeen::finite;
-  } else if (state == StorageState::received) {
+  } else if (state == MemoryState::received) {
     root.kind = BirthKind::collective;
-  } else if (state == StorageState::written && was_finite &&
-             is_memory_of_outer_operator(values, frames)) {
+  } else if (state == MemoryState::finite && is_memory_of_outer_operator(values, frames)) {
     root.is_temporary = true;
-  } else if (state == StorageState::written && was_finite) {
+  } else if (state == MemoryState::finite) {
     root.kind = BirthKind::memory;
     root.last_seen = LastSeen::finite;
-  } else if (state == StorageState::earlier && root.place && root.place->is_rewritten) {
+  } else if (state == MemoryState::earlier && root.place && root.place->is_rewritten) {
     root.kind = BirthKind::data;
     root.last_seen = LastSeen::rewritten;
-  } else if (state == StorageState::earlier) {
+  } else if (state == MemoryState::earlier) {
     root.kind = BirthKind::buffer;
-  } else if ((state == StorageState::foreign || state == StorageState::bytes) && root.place) {
+  } else if ((state == MemoryState::foreign || state == MemoryState::bytes) && root.place) {
     born_inside(*root.place);
-  } else if (!allocator.empty() && is_fresh_memory_nan()) {  // all of it, or the rest
+  } else if (allocator != nullptr && is_fresh_memory_nan()) {  // all of it, or the rest
     root.kind = BirthKind::unwritten;
-    root.writer = allocator;
+    root.writer = *allocator;
     root.last_seen = LastSeen::allocated;
     if (touched_by != nullptr) root.inside = *touched_by;
-  } else if ((state == StorageState::allocated || state == StorageState::written) &&
-             root.place == nullptr && is_memory_of_kernel(values, last_write, frames)) {
+  } else if ((state == MemoryState::allocated || is_written) && root.place == nullptr &&
+             is_memory_of_kernel(values, known.clock, frames)) {
     root.is_temporary = true;
-  } else if (state == StorageState::allocated || state == StorageState::written) {
+  } else if (state == MemoryState::allocated || is_written) {
     // Allocated around a frame that was to fill it, or inside one.
     const bool is_filled_by_frame =
         touched_by != nullptr && (root.place == nullptr || root.place->given == nullptr);
@@ -836,9 +815,8 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
       lineage.note_finite_write(output->values, now, &info.full_name, info.is_filler);
     }
     std::erase_if(bad, [&](const TensorAt* output) {
-      const StorageRecord* record = lineage.find(output->values);
-      const bool is_explained = record != nullptr && record->state == StorageState::written &&
-                                record->last_write > frame.start &&
+      const Piece last = lineage.last_write_of(output->values);
+      const bool is_explained = last.is_written() && last.clock > frame.start &&
                                 !lineage.births_in(output->values).empty();
       if (is_explained) explained.push_back(output);
       return is_explained;

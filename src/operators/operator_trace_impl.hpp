@@ -24,6 +24,7 @@
 #include "nanlocator/operators/kernel_call.hpp"
 #include "nanlocator/operators/operator_trace.hpp"
 #include "operators/call_values.hpp"
+#include "operators/declarations.hpp"
 #include "operators/frames.hpp"
 #include "operators/lineage.hpp"
 #include "operators/thread_accesses.hpp"

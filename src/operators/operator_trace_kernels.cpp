@@ -93,8 +93,7 @@ void OperatorTrace::Impl::note_bytes_of_kernel(std::span<const KernelArgument> a
   const std::lock_guard lock(mutex);
   for (const auto& [_, tensor] : arguments) {
     if (!has_own_memory(tensor) || is_plainly_observable(tensor)) continue;
-    const StorageRecord* record = lineage.find(tensor);
-    if (record == nullptr || record->state != StorageState::allocated) continue;
+    if (lineage.state_of(tensor) != MemoryState::allocated) continue;
     const std::uint64_t now = clock.fetch_add(1) + 1;
     if (frame.given->with_any.empty()) {
       lineage.note_bytes(tensor, now, name, frame.kernel);
@@ -119,9 +118,8 @@ void OperatorTrace::Impl::finish_kernel(std::span<const KernelArgument> argument
     output.content = content_of(output.values);
     const std::lock_guard lock(mutex);
     if (output.content == Content::finite) {
-      const StorageRecord* record = lineage.find(output.values);
       const bool is_given = frame.given->has_input(output.values);
-      const bool is_filled = record != nullptr && record->state == StorageState::allocated;
+      const bool is_filled = lineage.state_of(output.values) == MemoryState::allocated;
       if (is_filled || !is_given) {
         lineage.note_finite_write(output.values, clock.fetch_add(1) + 1, name, false);
       }

@@ -227,8 +227,8 @@ void OperatorTrace::Impl::use_declared_module(const Frame& frame, ThreadFrames& 
 }
 
 /// True for memory that the function around a kernel has allocated as the kernel's output.
-static bool is_unwritten(const StorageRecord* record) {
-  return record != nullptr && record->state == StorageState::allocated && record->touches.empty();
+static bool is_unwritten(const Piece& memory) {
+  return memory.state == MemoryState::allocated && memory.touched_by == nullptr;
 }
 
 void OperatorTrace::Impl::scan_before_write(Frame& frame, ThreadFrames& frames) {
@@ -252,12 +252,10 @@ void OperatorTrace::Impl::scan_before_write(Frame& frame, ThreadFrames& frames) 
       bool is_known_finite = false, is_to_fill = false;
       {
         const std::lock_guard lock(mutex);
-        const StorageRecord* record = lineage.find(tensor);
-        is_to_fill = info.is_custom && is_unwritten(record);
+        const Piece known = lineage.known_of(tensor);
+        is_to_fill = info.is_custom && is_unwritten(known);
         // A captured copy shows whether the memory has changed since its last write.
-        is_known_finite = frame.is_captured && record != nullptr &&
-                          record->state == StorageState::written && record->tags.empty() &&
-                          record->finite_range.contains(range_of(tensor));
+        is_known_finite = frame.is_captured && known.state == MemoryState::finite;
       }
       if (!is_known_finite) before.content = content_of(tensor);
       if (before.content != Content::finite) {
@@ -299,10 +297,10 @@ void OperatorTrace::Impl::start_container(std::string_view name, const at::Recor
 
 /// True for memory that an operator allocated around the frame and that has no known write: the
 /// frame must fill it, so its present content is not an input.
-static bool is_to_be_filled(const StorageRecord* record, const Place& frame) {
-  if (record == nullptr || record->state != StorageState::allocated) return false;
-  if (record->place == nullptr || record->place->given != nullptr) return false;
-  const std::string& around = record->place->module;
+static bool is_to_be_filled(const Piece& memory, const Place& frame) {
+  if (memory.state != MemoryState::allocated) return false;
+  if (memory.place == nullptr || memory.place->given != nullptr) return false;
+  const std::string& around = memory.place->module;
   return around.empty() || frame.module == around || frame.module.starts_with(around + ".");
 }
 
@@ -326,9 +324,8 @@ void OperatorTrace::Impl::scan_given(c10::ArrayRef<const c10::IValue> inputs, co
       if (const BirthIds moved = lineage.births_in(tensor); !moved.empty()) {
         frame.given->add(Content::nan, moved);
       }
-      const StorageRecord* record = lineage.find(tensor);
       const bool may_be_payload = tensor.element_size() == 1 && tensor.scalar_type() != at::kBool;
-      if (may_be_payload && record != nullptr && record->state == StorageState::bytes) {
+      if (may_be_payload && lineage.state_of(tensor) == MemoryState::bytes) {
         frame.given->has_unread = true;
       }
     }
@@ -340,10 +337,10 @@ void OperatorTrace::Impl::scan_given(c10::ArrayRef<const c10::IValue> inputs, co
       }
     }
     std::erase_if(given, [&](const at::Tensor& each) {
-      const StorageRecord* record = lineage.find(each);
-      if (frame.kernel == nullptr) return is_to_be_filled(record, place);
-      if (is_unwritten(record)) unwritten.push_back(each);
-      return is_unwritten(record);
+      const Piece known = lineage.known_of(each);
+      if (frame.kernel == nullptr) return is_to_be_filled(known, place);
+      if (is_unwritten(known)) unwritten.push_back(each);
+      return is_unwritten(known);
     });
   }
   for (const auto& each : unwritten) {
@@ -611,8 +608,8 @@ void OperatorTrace::Impl::note_bytes(const std::vector<at::Tensor>& written, con
     for_each_tensor_at(frame.arguments[i], [&](const at::Tensor& tensor, int) {
       if (!has_own_memory(tensor) || is_plainly_observable(tensor)) return;
       unite(moved, lineage.births_in(tensor));
-      are_finite = are_finite && lineage.was_written_finite(tensor);
-      are_known = are_known || lineage.find(tensor) != nullptr;
+      are_finite = are_finite && lineage.state_of(tensor) == MemoryState::finite;
+      are_known = are_known || lineage.knows(tensor);
     });
   }
   const std::uint64_t now = clock.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -634,8 +631,7 @@ void OperatorTrace::Impl::note_bytes(const std::vector<at::Tensor>& written, con
 /// elsewhere.
 bool OperatorTrace::Impl::is_fresh_constant(const at::Tensor& values) {
   const std::lock_guard lock(mutex);
-  const StorageRecord* record = lineage.find(values);
-  return record != nullptr && record->state == StorageState::allocated;
+  return lineage.state_of(values) == MemoryState::allocated;
 }
 
 /// torch.tensor(..., device="cuda") fills host memory and copies it, before lift_fresh. So the
@@ -658,9 +654,8 @@ bool OperatorTrace::Impl::inner_operators_wrote(const std::vector<TensorAt>& out
                                                 const Frame& frame) {
   const std::lock_guard lock(mutex);
   return std::all_of(outputs.begin(), outputs.end(), [&](const TensorAt& output) {
-    const StorageRecord* record = lineage.find(output.values);
-    return record != nullptr && record->state == StorageState::written && !record->is_filled &&
-           record->last_write > frame.start;
+    const Piece last = lineage.last_write_of(output.values);
+    return last.is_written() && !last.is_filler && last.clock > frame.start;
   });
 }
 
@@ -715,11 +710,12 @@ void OperatorTrace::Impl::note_allocation(const at::RecordFunction& call, Thread
   for (const auto& value : returned) {
     for_each_tensor_at(value, [&](const at::Tensor& tensor, int) {
       if (!has_own_memory(tensor)) return;
-      if (!info.writes || lineage.find(tensor) == nullptr) {
-        lineage.note_allocation(tensor, clock.load(std::memory_order_relaxed), &info.full_name,
-                                place);
+      const std::uint64_t now = clock.load(std::memory_order_relaxed);
+      if (!info.writes || !lineage.knows(tensor)) {
+        lineage.note_allocation(tensor, now, &info.full_name, place);
       } else if (has_grown(tensor)) {
-        lineage.note_growth(tensor, &info.full_name, place);
+        const auto bytes_before = static_cast<std::int64_t>(frame.resized.bytes);
+        lineage.note_growth(tensor, bytes_before, now, &info.full_name, place);
       }
     });
   }
