@@ -79,6 +79,11 @@ bool scalars_steer_only(std::string_view name) {
   return false;
 }
 
+/// An argument of batch norm.
+bool is_statistic_name(std::string_view name) {
+  return name == "running_mean" || name == "running_var";
+}
+
 bool is_composite(const c10::OperatorHandle& handle) {
   if (handle.hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
       handle.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
@@ -96,18 +101,21 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
   if (!schema.overload_name().empty()) info->full_name += "." + schema.overload_name();
   const std::string_view name = info->name;
   const bool overwrites = is_one_of(name, kOverwriters);
-  const bool is_batch_norm = name.starts_with("aten::") &&
-                             name.find("batch_norm") != std::string_view::npos &&
-                             name.find("backward") == std::string_view::npos &&
-                             name.find("elemt") == std::string_view::npos;
+  info->is_batch_norm =
+      name.starts_with("aten::") && name.find("batch_norm") != std::string_view::npos;
+  const bool updates_statistics = info->is_batch_norm &&
+                                  name.find("backward") == std::string_view::npos &&
+                                  name.find("no_update") == std::string_view::npos &&
+                                  name.find("elemt") == std::string_view::npos;
   for (const auto& argument : schema.arguments()) {
     const bool is_marked = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     // Batch norm updates its running statistics, though its schema does not say so.
-    const bool is_statistic =
-        is_batch_norm && (argument.name() == "running_mean" || argument.name() == "running_var");
+    const bool is_statistic = updates_statistics && is_statistic_name(argument.name());
     auto use = ArgumentUse::read;
     if (is_marked || is_statistic) use = ArgumentUse::read_and_written;
-    info->updates_statistics = info->updates_statistics || (is_statistic && !is_marked);
+    info->updates_statistics = info->updates_statistics || is_statistic;
+    const bool says_whether_it_trains = argument.name() == "training" || argument.name() == "train";
+    if (info->is_batch_norm && says_whether_it_trains) info->is_training = info->arguments.size();
     if (argument.is_out() || (is_marked && overwrites)) use = ArgumentUse::overwritten;
     if (argument.name() == "beta" && name.starts_with("aten::")) {
       info->beta = info->arguments.size();
@@ -183,8 +191,23 @@ const OperatorInfo* operator_info(const at::RecordFunction& call) {
   return info;
 }
 
+/// A running statistic on which the results do not depend
+/// (aten/src/ATen/native/Normalization.cpp).
+static bool is_idle_statistic(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments,
+                              std::size_t i) {
+  if (!info.is_batch_norm || !is_statistic_name(info.argument_names[i])) return false;
+  if (info.name.find("no_update") != std::string::npos) return false;
+  return !info.is_training || arguments[*info.is_training].toBool();
+}
+
+bool is_only_updated(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments,
+                     std::size_t i) {
+  return info.updates_statistics && is_idle_statistic(info, arguments, i);
+}
+
 bool is_read(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments, std::size_t i) {
   if (info.arguments[i] == ArgumentUse::overwritten) return false;
+  if (!info.updates_statistics && is_idle_statistic(info, arguments, i)) return false;  // backward
   if (i != 0 || !info.beta) return true;
   const c10::IValue& beta = arguments[*info.beta];
   return !(beta.isDouble() && beta.toDouble() == 0) && !(beta.isInt() && beta.toInt() == 0);

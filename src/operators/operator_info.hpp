@@ -33,6 +33,8 @@ struct OperatorInfo {
   bool is_allocator = false;
   bool is_view = false;                      // every return is a view
   bool updates_statistics = false;           // arguments that it writes and does not return
+  bool is_batch_norm = false;                // or its derivative
+  std::optional<std::size_t> is_training;    // of batch norm: index of the argument that says so
   std::optional<CollectiveKind> collective;  // empty: no transfer between ranks
   /// Its values come from a scalar, not from earlier content: zeros, fill_.
   bool is_filler = false;
@@ -64,9 +66,15 @@ struct OperatorInfo {
 /// Valid for the life of the process.
 [[nodiscard]] const OperatorInfo* operator_info(const at::RecordFunction& call);
 
-/// True if the call computes with argument `i` of `arguments`. False for overwritten ones, and for
-/// argument 0 if its factor `beta` is zero.
+/// True if the call computes with argument `i` of `arguments`. False for overwritten ones, for
+/// argument 0 if its factor `beta` is zero, and for running statistics in the derivative of a batch
+/// norm in training.
 [[nodiscard]] bool is_read(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments,
                            std::size_t i);
+
+/// True if argument `i` is a running statistic that the call updates, while its results do not
+/// depend on it: batch norm in training.
+[[nodiscard]] bool is_only_updated(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments,
+                                   std::size_t i);
 
 }  // namespace nanlocator::inline operators_room

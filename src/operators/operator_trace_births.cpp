@@ -855,12 +855,22 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     if (content == Content::nan) unite(inputs.with_nan, ids);
     if (content != Content::finite) unite(inputs.with_any, ids);
   };
+  const auto is_statistic = [&](const TensorAt* output) {
+    for (std::size_t i = 0; frame.has_arguments && i < frame.arguments.size(); ++i) {
+      const bool is_its_argument =
+          frame.arguments[i].isTensor() && frame.arguments[i].toTensor().is_same(output->values);
+      if (is_its_argument && is_only_updated(info, frame.arguments, i)) return true;
+    }
+    return false;
+  };
+  const bool are_statistics = std::ranges::all_of(bad, is_statistic);
   for (std::size_t i = 0; frame.has_arguments && i < frame.arguments.size(); ++i) {
     const c10::IValue& argument = frame.arguments[i];
     if (info.scalars_are_values) {
       inputs.literals = std::max(inputs.literals, content_of_scalar(argument));
     }
     if (!is_read(info, frame.arguments, i)) continue;
+    if (!are_statistics && is_only_updated(info, frame.arguments, i)) continue;
     for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
       const auto before =
           std::find_if(frame.before_write.begin(), frame.before_write.end(),

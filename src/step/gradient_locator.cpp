@@ -466,16 +466,16 @@ bool GradientLocator::is_consequence(bool are_weights_untouched) {
 const Verdict* GradientLocator::conclude_alone(const std::string& reason, Failure failure) {
   auto& impl = *impl_;
   auto ledger = impl.ledger_of_conclusion({reason});
-  const bool is_finding = !ledger.sightings.empty() || impl.is_norm_bad();
+  const bool is_finding = has_finding(ledger);
   const bool is_first = !impl.reported_alone;
   std::vector<std::string> notes;
-  if (is_finding && (is_first || impl.reported_alone->first != ledger.sightings.size())) {
-    impl.keep_on_disk(ledger, notes);  // before any wait
-    if (impl.communicator) {
-      (void)impl.communicator->publish(impl.incident_key() + "/ledger", to_jsonl(ledger));
-    }
-    impl.keep_history_on_disk(notes);
+  const bool is_news = is_first || impl.reported_alone->first != ledger.sightings.size();
+  if (is_finding && is_news) impl.keep_on_disk(ledger, notes);  // before any wait
+  const bool is_asked = failure == Failure::of_peers;           // by ranks that lost the same peer
+  if (impl.communicator && is_news && (is_finding || is_asked)) {
+    (void)impl.communicator->publish(impl.incident_key() + "/ledger", to_jsonl(ledger));
   }
+  if (is_finding && is_news) impl.keep_history_on_disk(notes);
   if (is_finding && is_first) ++impl.incidents;
   if (impl.state == State::bad) impl.state = State::scanning;
   if (failure == Failure::of_peers) impl.wait_for_loss();
@@ -490,11 +490,16 @@ const Verdict* GradientLocator::conclude_alone(const std::string& reason, Failur
   }
   impl.reported_alone = reported;
   if (!is_finding) notes.push_back(reason);
-  auto verdict =
-      impl.judge_alone(ledger, is_finding, std::move(notes), failure == Failure::own ? reason : "");
+  std::vector<Ledger> ledgers;
+  if (is_finding && is_asked) {
+    ledgers = impl.ledgers_of_survivors(ledger, notes);
+  } else {
+    ledgers.push_back(std::move(ledger));
+  }
+  auto verdict = impl.judge_alone(ledgers, is_finding, std::move(notes), is_asked ? "" : reason);
   verdict.status = VerdictStatus::partial;
   impl.files->write(verdict, VerdictScope::alone, kRankLost);
-  if (is_finding) impl.print(verdict);  // a lost rank is one line, printed by one rank
+  if (is_finding) impl.print_alone(verdict, ledgers);  // a lost rank is one line, by one rank
   const auto unwritten = impl.write_bundles();
   impl.files->add_unwritten(unwritten);
   leave_out(unwritten, verdict);

@@ -19,6 +19,8 @@ namespace {
 
 /// In gather_deadlines, for ranks that answer: a replay or a bundle may take that long.
 constexpr int kBusyPatience = 20;
+/// For ranks that lost a peer, too: after wait_for_loss, which takes them as long.
+constexpr std::chrono::seconds kSurvivors{5};
 /// For the checkpoints that the orders depend on; `nanlocator next` has longer.
 constexpr std::chrono::seconds kReadingCheckpoints{20};
 // torch.distributed's env:// rendezvous starts the Store in rank 0's process, unless torchrun's
@@ -291,19 +293,50 @@ void GradientLocator::Impl::decide_on(Verdict& verdict) const {
   if (deciding != verdicts.end()) follow(*deciding, verdict);
 }
 
-Verdict GradientLocator::Impl::judge_alone(const Ledger& ledger, bool is_finding,
+Verdict GradientLocator::Impl::judge_alone(std::span<const Ledger> ledgers, bool is_finding,
                                            std::vector<std::string> run_notes,
                                            const std::string& own_end) const {
   Verdict verdict;
   if (is_finding) {
-    verdict = judge({&ledger, 1}, std::move(run_notes), own_end);
-    verdict.silent_ranks.clear();  // they were not asked
+    verdict = judge(ledgers, std::move(run_notes), own_end);
+    const auto lost = files->lost();
+    std::erase_if(verdict.silent_ranks, [&](int rank) {  // the others were not asked, or still wait
+      return !own_end.empty() || std::ranges::find(lost, rank, &LostRank::rank) == lost.end();
+    });
     return verdict;
   }
   verdict.run_id = run.id;
   verdict.iteration = iteration;
   verdict.notes = std::move(run_notes);
   return verdict;
+}
+
+/// The ledgers of this step of the ranks whose collective has failed, too: those that lost the same
+/// peer come out of it within seconds, except where they wait for others.
+std::vector<Ledger> GradientLocator::Impl::ledgers_of_survivors(
+    const Ledger& mine, std::vector<std::string>& problems) {
+  std::vector<Ledger> ledgers;
+  Gathered texts;
+  if (communicator) {
+    const auto patience = std::min<std::chrono::milliseconds>(options.gather_deadline, kSurvivors);
+    texts = communicator->gather(incident_key() + "/ledger", Clock::now() + patience);
+  }
+  read_ledgers(texts, mine, ledgers, problems);
+  return ledgers;
+}
+
+/// Of ranks that read the same ledgers, the first with a finding prints the verdict.
+void GradientLocator::Impl::print_alone(const Verdict& verdict,
+                                        std::span<const Ledger> ledgers) const {
+  int first = rank();
+  for (const Ledger& each : ledgers) {
+    if (has_finding(each)) first = std::min(first, each.coordinates.rank);
+  }
+  if (first == rank()) return print(verdict);
+  std::cerr << "nanlocator: rank " + std::to_string(rank()) + " was bad in step " +
+                   std::to_string(iteration) + ", too: rank " + std::to_string(first) +
+                   " tells of both, and " + directory.string() + " holds the files\n"
+            << std::flush;
 }
 
 void GradientLocator::Impl::keep_on_disk(const Ledger& ledger,

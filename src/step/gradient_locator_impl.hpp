@@ -62,6 +62,11 @@ void check_options(const LocatorOptions& options);
   return !std::ranges::all_of(texts, [](const auto& text) { return text.has_value(); });
 }
 
+[[nodiscard]] inline bool has_finding(const Ledger& ledger) {
+  const bool is_norm_bad = ledger.gradient_norm && !std::isfinite(*ledger.gradient_norm);
+  return !ledger.sightings.empty() || is_norm_bad;
+}
+
 struct GradientLocator::Impl {
   Impl(ParameterMap map_, LocatorOptions options_, std::shared_ptr<Communicator> communicator_)
       : options(std::move(options_)),
@@ -166,8 +171,10 @@ struct GradientLocator::Impl {
   void add_endings(const std::string& own_end, Verdict& verdict) const;
   void decide_on(Verdict& verdict) const;
   void write_page(const Verdict& verdict, std::vector<Ledger> ledgers) const;
-  Verdict judge_alone(const Ledger& ledger, bool is_finding, std::vector<std::string> notes,
-                      const std::string& own_end) const;
+  Verdict judge_alone(std::span<const Ledger> ledgers, bool is_finding,
+                      std::vector<std::string> notes, const std::string& own_end) const;
+  std::vector<Ledger> ledgers_of_survivors(const Ledger& mine, std::vector<std::string>& problems);
+  void print_alone(const Verdict& verdict, std::span<const Ledger> ledgers) const;
   void keep_on_disk(const Ledger& ledger, std::vector<std::string>& problems) const;
   [[nodiscard]] History history() const;
   void keep_history_on_disk(std::vector<std::string>& problems) const;

@@ -342,8 +342,8 @@ def test_where_all_others_end_at_once_by_their_transfers_errors_the_lost_rank_is
     assert (verdict["status"], verdict["silent_ranks"], verdict["origins"]) == ("partial", [1], [])
 
 
-# One rank ends by itself in the step in which another's batch is bad: the step cannot be re-run.
-def ends_alone(rank, world_size, port, end):
+# The last rank ends by itself in the step in which another's batch is bad: the step cannot be re-run.
+def ends_alone(rank, world_size, port, end, bad_rank=0):
     import os
     import signal
     import time
@@ -357,9 +357,9 @@ def ends_alone(rank, world_size, port, end):
         x = torch.ones(8, 4)
         if step == 2:
             time.sleep(2)  # every monitor is connected
-            x[2, 3] = float("inf") if rank == 0 else 1.0
+            x[2, 3] = float("inf") if rank == bad_rank else 1.0
         model(x).mean().backward()
-        if step == 2 and rank == 1:
+        if step == 2 and rank == world_size - 1:
             if end == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError("tokens")
@@ -381,6 +381,18 @@ def test_an_error_of_a_rank_that_ends_beside_a_finding_decides():
     assert (decision["kind"], decision["ended_rank"]) == ("DO_NOT_RESTART", 1)
     assert "ended with: KeyError: 'tokens'" in " ".join(log.split())
     assert "IS SILENT" not in log  # in the dying rank's own block, either
+
+
+def test_those_that_lose_the_same_rank_tell_one_story():
+    run_programs(3, ends_alone, "raises", 1)
+    for rank in (0, 1):
+        verdict = json.loads(Path(f"nanlocator_run/a0/verdict_rank{rank}.json").read_text())
+        (origin,) = verdict["origins"]
+        assert (origin["candidates"], verdict["silent_ranks"]) == ([1], [2])
+    log = " ".join(Path("job.err").read_text().split())
+    # Rank 1 may have to end before rank 0's collective fails; then it tells what it knows itself.
+    assert log.count("nanlocator ERROR[") + log.count("rank 0 tells of both") == 3, log
+    assert "in the gradient of weight on rank 1 on " in log
 
 
 def test_a_rank_that_was_killed_is_known_from_the_log_once_the_launcher_has_listed_it():

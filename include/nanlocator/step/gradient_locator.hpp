@@ -191,9 +191,10 @@ class GradientLocator {
   /// The same without the other ranks (this rank is about to raise an exception): writes and
   /// publishes this rank's ledger; the verdict is `partial` (verdict_rank{r}.json). Keeps the
   /// step's findings for a later `conclude`; a second call in the same step writes only what is
-  /// new. A failure `of_peers` waits up to gather_deadline to learn which rank is lost; the verdict
-  /// names it, even if this rank has no finding. nullptr if there is nothing to report; then
-  /// nothing is written either.
+  /// new. A failure `of_peers` waits up to gather_deadline to learn which rank is lost, and up to
+  /// five seconds for the ledgers of the others that have lost it: the verdict is then of all that
+  /// came, and the first of these ranks prints it. It names the lost rank, even if this rank has no
+  /// finding. nullptr if there is nothing to report; then nothing is written either.
   const Verdict* conclude_alone(const std::string& reason, Failure failure = Failure::own);
   /// Ends the step early, at any point; the next begin_step may follow. If a flag reduction has
   /// been launched, begin_step waits for it, as every rank has launched it.
