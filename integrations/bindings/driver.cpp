@@ -89,11 +89,12 @@ void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
       .def("abandon", without_gil<&StepDriver::abandon>())
       .def(
           "conclude_alone",
-          [](StepDriver& d, const std::string& reason, bool is_of_peers) {
+          [](StepDriver& d, const std::string& reason, bool is_of_peers,
+             const std::vector<LossView>& losses) {
             const auto failure = is_of_peers ? Failure::of_peers : Failure::own;
-            released([&] { d.conclude_alone(reason, failure); });
+            released([&] { d.conclude_alone(reason, failure, losses); });
           },
-          "reason"_a, "is_of_peers"_a)
+          "reason"_a, "is_of_peers"_a, "losses"_a = std::vector<LossView>())
       .def("forget_observations", without_gil<&StepDriver::forget_observations>());
 }
 

@@ -277,9 +277,12 @@ struct StepDriver::Impl {
     framework->on_verdict(*latest);
   }
 
-  void conclude_alone(const std::string& reason, Failure failure) {
+  void conclude_alone(const std::string& reason, Failure failure,
+                      std::span<const LossView> losses = {}) {
     try {
+      locator.scan_losses(losses);
       collect_observations();
+      if (!losses.empty()) rerun.explain(losses, framework->gradients());
     } catch (...) {
       // The device may have failed.
     }
@@ -599,8 +602,9 @@ void StepDriver::abandon() noexcept {
   }
 }
 
-void StepDriver::conclude_alone(const std::string& reason, Failure failure) {
-  if (!impl_->is_off() && impl_->step.is_open) impl_->conclude_alone(reason, failure);
+void StepDriver::conclude_alone(const std::string& reason, Failure failure,
+                                std::span<const LossView> losses) {
+  if (!impl_->is_off() && impl_->step.is_open) impl_->conclude_alone(reason, failure, losses);
 }
 
 void StepDriver::forget_observations() {

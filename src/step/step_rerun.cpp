@@ -188,6 +188,17 @@ bool StepRerun::is_tracing() const noexcept {
   return impl_->passes.standing != nullptr;
 }
 
+void StepRerun::explain(std::span<const LossView> losses,
+                        const std::vector<GradientView>& results) {
+  if (!is_tracing()) return;
+  std::vector<NamedTensor> named;
+  for (std::size_t i = 0; i < losses.size(); ++i) {
+    const std::string number = losses.size() == 1 ? "" : "[" + std::to_string(i) + "]";
+    named.push_back({"loss" + number, losses[i].tensor});
+  }
+  impl_->keep(impl_->passes.standing->explain(named, impl_->passes.named(results)));
+}
+
 void StepRerun::begin_pass() {
   if (!impl_->passes.standing) return;
   impl_->passes.standing->begin_pass();

@@ -1,7 +1,6 @@
 """Faults of which the verdict accuses something that is innocent, or names nothing.
 
-A test that is marked xfail states what is right, and its reason what is said instead. Truth is planted: each
-test knows the operator, the tensor or the state that makes its NaN.
+Truth is planted: each test knows the operator, the tensor or the state that makes its NaN.
 """
 
 import ctypes
@@ -24,11 +23,6 @@ from torch.func import functional_call
 from watched_steps import verdict_of_steps
 
 import nanlocator
-
-
-def accuses(reason):
-    """For a verdict that is wrong today."""
-    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
 
 
 def the_origin(verdict):

@@ -122,8 +122,10 @@ class StepDriver {
   Decision end_step();
   /// Ends the step and drops its state. Not counted.
   void abandon() noexcept;
-  /// This rank alone is about to raise an exception: writes its findings.
-  void conclude_alone(const std::string& reason, Failure failure);
+  /// This rank alone is about to raise an exception: writes its findings. `losses`: of the step,
+  /// where they were not scanned yet.
+  void conclude_alone(const std::string& reason, Failure failure,
+                      std::span<const LossView> losses = {});
   /// Drops the observations of a forward outside a step (evaluation).
   void forget_observations();
 

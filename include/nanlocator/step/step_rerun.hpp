@@ -93,6 +93,9 @@ class StepRerun {
   void trace_from_now_on();
   void stop_tracing() noexcept;
   [[nodiscard]] bool is_tracing() const noexcept;
+  /// While tracing: what made these losses and the gradients of `results` bad, for a rank that ends
+  /// alone. Runs no collective.
+  void explain(std::span<const LossView> losses, const std::vector<GradientView>& results);
   /// While tracing: forgets the previous step, or a forward outside a step.
   void begin_pass();
   /// The optimizer's own operators begin: traced if updated parameters are scanned.

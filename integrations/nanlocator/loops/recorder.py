@@ -28,6 +28,7 @@ from nanlocator.engine.driver import Named
 from nanlocator.engine.this_rank import is_distributed
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches, weakly
+from nanlocator.loops.errors import bad_values_at, values_refused_by
 from nanlocator.loops.evaluation import Evaluation, is_bad
 from nanlocator.loops.plain import PlainAdapter, PlainPass, held_parameters
 from nanlocator.sharding import fsdp2
@@ -103,6 +104,7 @@ class StepRecorder:
         self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
         self.evaluation: Evaluation | None = None  # calls belong to it, not to a step
         self.losses: list[torch.Tensor] = []  # losses of this step's backwards, detached
+        self._broken: _BrokenCall | None = None  # the latest call that an error has ended
         self._has_asked = False  # for gradients as values (torch.autograd.grad) in this step
         self._without_gradient = 0  # calls of modules under `no_grad` that this step has kept
         self.unscaled = WeakIdKeyDictionary()  # a loss scaler's inputs, by its results
@@ -164,6 +166,7 @@ class StepRecorder:
 
     def _leave_step(self) -> None:
         self.losses.clear()
+        self._broken = None
         self._by_reference: _ByReference = []  # from the latest `_named`
         self._obstacle = ""
         self._without_gradient = 0
@@ -261,8 +264,12 @@ class StepRecorder:
         kept = self._keep_call(_ModuleCall, module, run, args, kwargs)
         if kept is None:
             self.give_up(f"the arguments of {class_name(module)} cannot be kept")
-        with self.suspended(), self._in_module():
-            output = original(module, *args, **kwargs)
+        try:
+            with self.suspended(), self._in_module():
+                output = original(module, *args, **kwargs)
+        except Exception as error:
+            self._broken = _BrokenCall(*kept, error) if kept else None
+            raise
         self._engine.note_weights()  # a forward may write to its own weights (Embedding's max_norm)
         if kept is not None:
             self._engine.add_call(*kept, _results_in(output))
@@ -290,8 +297,12 @@ class StepRecorder:
         if is_event and self._without_gradient < _MOST_CALLS_WITHOUT_GRADIENT:
             self._without_gradient += 1
             kept = self._keep_call(_CallWithoutGradient, module, run, args, kwargs)
-        with self.suspended():
-            output = original(module, *args, **kwargs)
+        try:
+            with self.suspended():
+                output = original(module, *args, **kwargs)
+        except Exception as error:
+            self._broken = _BrokenCall(*kept, error) if kept else None
+            raise
         if kept is not None:
             self._engine.add_call(*kept, _results_in(output))
         return output
@@ -400,8 +411,14 @@ class StepRecorder:
         """``original`` writes the gradients of leaves; the losses are in its first argument."""
         self._follower.before_backward(_C.tensors_in(args[0]))
         call = _EngineCall(original, *self._named((args, kwargs)), self._now(), accumulates=True)
-        with self._writing_gradients(call, _C.tensors_in((args, kwargs)), self._losses_in(args)):
-            return original(*args, **kwargs)
+        given = _C.tensors_in((args, kwargs))
+        try:
+            with self._writing_gradients(call, given, self._losses_in(args)):
+                return original(*args, **kwargs)
+        except RuntimeError as error:
+            if torch.is_anomaly_enabled():
+                self._broken = _BrokenBackward(call, given, error)
+            raise
 
     def run_backward_in_module(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Scans its gradients; the step cannot be executed again."""
@@ -482,6 +499,36 @@ class StepRecorder:
             self._engine.add_backward(_Unfinished(self._named([tensor])), [tensor])
             self.losses.append(tensor.detach())
         return bool(bad)
+
+    def scan_error(self, error: BaseException) -> bool:
+        """Scans the values that ``error``, which ended the step before its gradients, may have refused: a NaN
+        in the logits of a distribution. Those with NaN or +Inf become losses of this step. Returns whether
+        any exist."""
+        broken, own = self._broken_by(error)
+        with self.suspended():
+            bad = values_refused_by(own, broken.given if broken else [])
+        if broken is not None and bad:
+            self._engine.add_backward(broken, broken.given)
+        elif bad := [tensor for tensor in bad if self._engine.value_of(tensor) is not None]:
+            self._engine.add_backward(_Unfinished(self._named(bad)), bad)
+        self.losses += [tensor.detach() for tensor in bad]
+        return bool(bad)
+
+    def take_anomaly(self, error: BaseException) -> bool:
+        """Whether autograd's anomaly mode has ended a backward with ``error``, for a NaN. A re-run repeats it
+        without that mode."""
+        broken, own = self._broken_by(error)
+        if not isinstance(broken, _BrokenBackward) or "returned nan values" not in str(own):
+            return False
+        self._engine.add_backward(broken, broken.given)
+        return True
+
+    def _broken_by(self, error: BaseException) -> "tuple[_BrokenCall | None, BaseException]":
+        """The call that the error has ended, or the one that caused it, and which of them it was."""
+        for each in (error, error.__cause__, error.__context__):
+            if self._broken is not None and each is not None and self._broken.is_ended_by(each):
+                return self._broken, each
+        return None, error
 
     def _losses_in(self, args: Any) -> list[torch.Tensor]:
         return [self.unscaled.get(t, t).detach() for t in _C.tensors_in(args[0]) if t.numel() == 1]
@@ -866,6 +913,37 @@ class _Assigned:
         for parameter, value in self._gradients.items():
             parameter.grad = _Now(replay)(value)
         return []
+
+
+class _BrokenCall:
+    """A call that ended by an error. It takes the place of a backward: the values that the error refuses are
+    its losses."""
+
+    def __init__(
+        self, call: "_ModuleCall | _EngineCall", given: list[torch.Tensor], error: Exception
+    ) -> None:
+        self._call = call
+        self.given = given
+        # Not the error itself: its traceback holds all that the call has computed.
+        self._type, self._id = type(error), id(error)
+
+    def is_ended_by(self, error: BaseException) -> bool:
+        return (type(error), id(error)) == (self._type, self._id)
+
+    def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        try:
+            losses += self._call.run_again(replay, losses)
+        except self._type as error:
+            losses += bad_values_at(error)
+        return []
+
+
+class _BrokenBackward(_BrokenCall):
+    """A backward in which autograd's anomaly mode has found a NaN. It goes on without that mode."""
+
+    def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.autograd.set_detect_anomaly(False):
+            return self._call.run_again(replay, losses)
 
 
 class _Unfinished:

@@ -27,6 +27,7 @@ from nanlocator.engine.options import Options, resolve_options
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches, weakly
 from nanlocator.hooks.points import Point
+from nanlocator.loops.errors import may_refuse_values
 from nanlocator.loops.evaluation import Evaluation
 from nanlocator.loops.loop_reading import LoopReading
 from nanlocator.loops.optimizer import LocatingOptimizer
@@ -241,10 +242,15 @@ class Watch(Locator):
         is_told_otherwise = isinstance(error, NonFiniteGradientError | KeyboardInterrupt) or (
             error is not None and is_failure_of_peers(error)
         )
-        if is_told_otherwise or not self._driver.is_in_pass or not self._recorder.is_outside():
+        if is_told_otherwise or not self._recorder.is_outside():
             return
         try:
-            if not (self._has_bad_loss(self._recorder.unfinished()) or self._is_unseen):
+            if not self._driver.is_in_pass:
+                if error is None or not may_refuse_values(error):
+                    return
+                self._begin()  # a rollout is between two steps
+            has_bad_loss = self._has_bad_loss(self._recorder.unfinished())
+            if not (has_bad_loss or self._is_unseen or self._is_of_bad_values(error)):
                 return
             if self._driver.connection is not None:  # the other ranks may not be here
                 self._scan_alone("the program ended" if error is None else first_line(error))
@@ -259,6 +265,16 @@ class Watch(Locator):
         self._take_gradients()
         is_training = any(model.training for model in self._models.values())  # otherwise it evaluates
         return is_training and self._recorder.scan(waiting)
+
+    def _is_of_bad_values(self, error: BaseException | None) -> bool:
+        """The error ended the step before its gradients, for a NaN or Inf."""
+        is_training = any(model.training for model in self._models.values())
+        if error is None or not is_training or not may_refuse_values(error):
+            return False
+        if self._recorder.take_anomaly(error):
+            self._driver.set_gradient_norm(math.nan)  # what it would have been
+            return True
+        return self._recorder.scan_error(error)
 
     def _scan_left_step(self, read: list[torch.Tensor]) -> None:
         """The program has read its loss and starts the backward of another one."""
@@ -280,9 +296,8 @@ class Watch(Locator):
 
     def _scan_alone(self, reason: str) -> None:
         self._driver.scan_gradients()
-        self._driver.locator.scan_losses(self._loss_views())
         why_not = "a re-run needs all ranks: only a step that reaches its backward pass is explained"
-        self._driver.conclude_alone(f"{reason} ({why_not})", False)
+        self._driver.conclude_alone(f"{reason} ({why_not})", False, self._loss_views())
 
     def _loss_scale(self) -> LossScale | None:
         if self._scaler is None or not self._scaler.is_enabled():

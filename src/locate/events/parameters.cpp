@@ -373,6 +373,14 @@ const RankEvidence* rank_with_bad_norm(const Incident& incident) {
   return found != incident.ranks().end() ? &*found : nullptr;
 }
 
+/// True if a re-run saw what made gradients bad which the first pass did not come to scan, as an
+/// error ended its backward: the norm follows from them.
+bool is_norm_explained(const RankEvidence& witness) {
+  return std::ranges::any_of(witness.ledger().births, [](const Birth& birth) {
+    return std::ranges::count(birth.reached, ReachedKind::parameter, &Reached::kind) > 0;
+  });
+}
+
 /// Unknown events that the norm and every update depend on.
 std::set<int> ranks_without_gradients(const Incident& incident) {
   std::set<int> ranks(incident.silent().begin(), incident.silent().end());
@@ -524,7 +532,7 @@ void add_updates(const Findings& seen, Sources& sources) {
   if (seen.is_any_gradient_bad() || !seen.bad(Phase::params_before).empty()) return;
   const Incident& incident = seen.incident();
   if (const RankEvidence* const witness = rank_with_bad_norm(incident)) {
-    add_norm(incident, *witness, sources);
+    if (!is_norm_explained(*witness)) add_norm(incident, *witness, sources);
   } else {
     const std::set<int> unknown = ranks_without_gradients(incident);
     for (const Updated& each : updated_weights(seen)) {
