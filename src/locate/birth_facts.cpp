@@ -104,8 +104,9 @@ Cause cause_of_computation(const Birth& birth) {
   if (is_of_recomputation_only(birth)) return Cause::recompute_mismatch;
   if (birth.kind != BirthKind::inf && is_empty_loss(birth)) return Cause::empty_loss_mask;
   switch (birth.replay) {
-    case ReplayConclusion::deterministic_overflow:
-      return Cause::operator_overflow;
+    case ReplayConclusion::deterministic_overflow:  // large numbers, by which a pole looks the same
+      return detail_of(birth) == Detail::outside_domain ? Cause::operator_undefined
+                                                        : Cause::operator_overflow;
     case ReplayConclusion::deterministic_undefined:
     case ReplayConclusion::deterministic_custom:
       // Only its author knows the correct result of another library's operator for these inputs.

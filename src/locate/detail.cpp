@@ -26,11 +26,10 @@ std::optional<double> operand(const Birth& birth, std::string_view name) {
   return found->at_first_bad ? found->at_first_bad : found->number;
 }
 
-Detail of_logarithm(const Birth& birth, double zero_at) {
-  const auto self = operand(birth, "self");
-  if (!self) return Detail::none;
-  if (*self == zero_at) return Detail::log_of_zero;
-  return *self < zero_at ? Detail::log_of_negative : Detail::none;
+Detail of_logarithm(std::optional<double> argument, double zero_at) {
+  if (!argument) return Detail::none;
+  if (*argument == zero_at) return Detail::log_of_zero;
+  return *argument < zero_at ? Detail::log_of_negative : Detail::none;
 }
 
 Detail of_quotient(std::optional<double> dividend, std::optional<double> divisor) {
@@ -52,9 +51,35 @@ Detail of_power(const Birth& birth) {
   return *self == 0 && (!exponent || *exponent < 0) ? Detail::power_of_zero : Detail::none;
 }
 
-Detail of_inverse_function(const Birth& birth, bool (*is_inside)(double)) {
+struct Domain {
+  std::string_view function;
+  bool (*has)(double argument);
+};
+
+/// Of functions of one argument, poles excluded. No factor of the argument makes them finite.
+constexpr auto kDomains = std::to_array<Domain>({
+    {"acos", [](double x) { return std::abs(x) <= 1; }},
+    {"asin", [](double x) { return std::abs(x) <= 1; }},
+    {"acosh", [](double x) { return x >= 1; }},
+    {"atanh", [](double x) { return std::abs(x) < 1; }},
+    {"erfinv", [](double x) { return std::abs(x) < 1; }},
+    {"logit", [](double x) { return x > 0 && x < 1; }},
+    {"ndtri", [](double x) { return x > 0 && x < 1; }},
+    {"entr", [](double x) { return x >= 0; }},
+    {"lgamma", [](double x) { return x > 0 || x != std::floor(x); }},
+    {"gammaln", [](double x) { return x > 0 || x != std::floor(x); }},
+    {"digamma", [](double x) { return x > 0 || x != std::floor(x); }},
+    {"polygamma", [](double x) { return x > 0 || x != std::floor(x); }},
+});
+
+bool is_outside_domain(const Birth& birth) {
+  std::string_view name = base_name(birth.sighting.op);
+  if (constexpr std::string_view kSpecial = "special_"; name.starts_with(kSpecial)) {
+    name.remove_prefix(kSpecial.size());
+  }
+  const auto domain = std::ranges::find(kDomains, name, &Domain::function);
   const auto self = operand(birth, "self");
-  return self && !is_inside(*self) ? Detail::outside_domain : Detail::none;
+  return domain != kDomains.end() && self && !domain->has(*self);
 }
 
 /// True if each deviation is of no more elements than its correction, 1 unless it was recorded.
@@ -76,23 +101,20 @@ Detail of_operator(const Birth& birth) {
   const std::string_view name = base_name(birth.sighting.op);
   if (name == "sqrt") return of_root(birth, false);
   if (name == "rsqrt") return of_root(birth, true);
-  if (name == "log" || name == "log2" || name == "log10") return of_logarithm(birth, 0);
-  if (name == "log1p") return of_logarithm(birth, -1);
-  if (name == "div" || name == "divide" || name == "true_divide" || name == "floor_divide") {
+  if (name == "log" || name == "log2" || name == "log10") {
+    return of_logarithm(operand(birth, "self"), 0);
+  }
+  if (name == "log1p") return of_logarithm(operand(birth, "self"), -1);
+  if (name == "xlogy" || name == "special_xlogy") return of_logarithm(operand(birth, "other"), 0);
+  if (name == "special_xlog1py") return of_logarithm(operand(birth, "other"), -1);
+  if (name == "div" || name == "divide" || name == "true_divide" || name == "floor_divide" ||
+      name == "fmod" || name == "remainder") {
     return of_quotient(operand(birth, "self"), operand(birth, "other"));
   }
+  if (name == "addcdiv") return of_quotient(operand(birth, "tensor1"), operand(birth, "tensor2"));
   if (name == "reciprocal") return of_quotient(1.0, operand(birth, "self"));
   if (name == "pow") return of_power(birth);
-  if (name == "acos" || name == "asin") {
-    return of_inverse_function(birth, [](double x) { return std::abs(x) <= 1; });
-  }
-  if (name == "atanh" || name == "erfinv" || name == "special_erfinv") {  // poles at the edges
-    return of_inverse_function(birth, [](double x) { return std::abs(x) < 1; });
-  }
-  if (name == "logit" || name == "special_logit") {
-    return of_inverse_function(birth, [](double x) { return x > 0 && x < 1; });
-  }
-  if (name == "acosh") return of_inverse_function(birth, [](double x) { return x >= 1; });
+  if (is_outside_domain(birth)) return Detail::outside_domain;
   if (name == "_softmax" || name == "softmax" || name == "_log_softmax" || name == "log_softmax") {
     return birth.kind == BirthKind::nan_from_inf ? Detail::masked_row : Detail::none;
   }
@@ -142,7 +164,9 @@ Detail detail_of(const Birth& birth) {
     return masked == Detail::none ? Detail::from_infinity : masked;
   }
   if (birth.is_custom_operator) return Detail::custom_code;
-  if (birth.replay == ReplayConclusion::deterministic_overflow) return Detail::exceeds_range;
+  if (birth.replay == ReplayConclusion::deterministic_overflow && !is_outside_domain(birth)) {
+    return Detail::exceeds_range;
+  }
   if (birth.sighting.phase == Phase::backward && has_pole_in_slope(birth.forward_op)) {
     return Detail::derivative_at_pole;
   }

@@ -34,6 +34,22 @@ TEST(Detail, IsReadOffTheOperatorAndItsOperands) {
   EXPECT_EQ(detail_of(birth_of("aten::atanh", {{"self", -1}})), Detail::outside_domain);
   EXPECT_EQ(detail_of(birth_of("aten::erfinv", {{"self", 1}})), Detail::outside_domain);
   EXPECT_EQ(detail_of(birth_of("aten::logit", {{"self", 0}})), Detail::outside_domain);
+  EXPECT_EQ(detail_of(birth_of("aten::special_entr", {{"self", -1}})), Detail::outside_domain);
+  EXPECT_EQ(detail_of(birth_of("aten::lgamma", {{"self", -2}})), Detail::outside_domain);
+  EXPECT_EQ(detail_of(birth_of("aten::lgamma", {{"self", -1.5}})), Detail::none);
+  EXPECT_EQ(detail_of(birth_of("aten::xlogy.Tensor", {{"self", 2}, {"other", 0}})),
+            Detail::log_of_zero);
+  EXPECT_EQ(detail_of(birth_of("aten::fmod.Tensor", {{"self", 2}, {"other", 0}})),
+            Detail::division_by_zero);
+}
+
+TEST(Detail, ALargeNumberOutsideOfTheDomainIsNoOverflow) {
+  Birth birth = birth_of("aten::lgamma", {{"self", -1e4}});
+  birth.replay = ReplayConclusion::deterministic_overflow;  // infinite in float64, too
+  EXPECT_EQ(detail_of(birth), Detail::outside_domain);
+  birth = birth_of("aten::lgamma", {{"self", 3e38}});
+  birth.replay = ReplayConclusion::deterministic_overflow;
+  EXPECT_EQ(detail_of(birth), Detail::exceeds_range);
 }
 
 TEST(Detail, ADeviationOfNoMoreElementsThanItsCorrectionIsOfTooFew) {

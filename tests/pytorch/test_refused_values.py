@@ -1,5 +1,5 @@
-"""Programs that an error ends before their gradients exist, as something refuses a NaN: torch's linear algebra,
-a distribution, an ``assert``, autograd's anomaly mode. The verdict explains the NaN."""
+"""Programs that an error ends before their gradients exist, as something refuses a NaN: torch's linear
+algebra, a distribution, an ``assert``, autograd's anomaly mode. The verdict explains the NaN."""
 
 import json
 import textwrap
