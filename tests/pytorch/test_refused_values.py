@@ -85,6 +85,13 @@ def test_what_the_model_refuses_is_explained(check):
     assert the_place(verdict) == LOG
 
 
+def test_what_the_model_refuses_of_a_second_microbatch_is_explained():
+    first = "if step == 3: model(x, False).mean().backward()"
+    verdict, errors = verdict_of(in_model=IN_MODEL["linear algebra"], before=first)
+    assert verdict is not None, errors
+    assert the_place(verdict) == LOG
+
+
 IN_LOOP = {
     "a distribution": {"in_loop": "Categorical(logits=output)"},
     "an error with a cause": {

@@ -250,7 +250,7 @@ class Watch(Locator):
                     return
                 self._begin()  # a rollout is between two steps
             has_bad_loss = self._has_bad_loss(self._recorder.unfinished())
-            if not (has_bad_loss or self._is_unseen or self._is_of_bad_values(error)):
+            if not (has_bad_loss or self._is_of_bad_values(error) or self._is_unseen):
                 return
             if self._driver.connection is not None:  # the other ranks may not be here
                 self._scan_alone("the program ended" if error is None else first_line(error))
