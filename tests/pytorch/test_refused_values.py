@@ -83,6 +83,9 @@ def test_what_the_model_refuses_is_explained(check):
     verdict, errors = verdict_of(in_model=IN_MODEL[check])
     assert verdict is not None, errors
     assert the_place(verdict) == LOG
+    (note,) = verdict["notes"]
+    assert note.startswith("rank 0: The program ended by ")
+    assert verdict["origins"][0]["bundle"], verdict
 
 
 def test_what_the_model_refuses_of_a_second_microbatch_is_explained():

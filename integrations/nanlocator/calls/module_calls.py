@@ -51,7 +51,7 @@ class ModuleCalls:
 
     def abandon(self, call: "_Call | None") -> None:
         if call is not None:
-            call.forget()
+            call.drop()
 
 
 class KeptModuleCalls:
@@ -107,6 +107,9 @@ class _Module:
 
     def give_up(self, call: "_Call", error: RuntimeError) -> None:
         self._problem = str(error).partition("\n")[0]
+        self.drop(call)
+
+    def drop(self, call: "_Call") -> None:
         call.forget()
         if self._kept is call:
             self._kept = None
@@ -152,6 +155,10 @@ class _Call:
             tensor.register_hook(self._see_grad_output(index))
         for node, position, index in self._edges_to_inputs(differentiable):
             node.register_hook(self._see_grad_input(position, index))
+
+    def drop(self) -> None:
+        """An error has ended it."""
+        self._calls.drop(self)
 
     def forget(self) -> None:
         """Drops all references to values."""

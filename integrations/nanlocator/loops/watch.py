@@ -255,6 +255,8 @@ class Watch(Locator):
             if self._driver.connection is not None:  # the other ranks may not be here
                 self._scan_alone("the program ended" if error is None else first_line(error))
             else:
+                if error is not None:
+                    self._driver.locator.add_standing_note(f"The program ended by {first_line(error)}")
                 self._end_pass()
         except NonFiniteGradientError:
             pass  # already printed
