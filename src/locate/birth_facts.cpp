@@ -312,6 +312,18 @@ Fact reached_fact(const Root& root) {
   return fact;
 }
 
+/// True for a result that the program left out of its loss, by torch.where or an index: it reached
+/// gradients alone, by its derivative.
+bool is_discarded(const Root& root) {
+  const Phase phase = root.birth->sighting.phase;
+  if (phase != Phase::forward && phase != Phase::loss) return false;
+  if (!root.rank->scanned(Phase::loss) || !root.rank->bad_losses().empty()) return false;
+  const auto reached = reached_by(root);
+  return !reached.empty() && std::ranges::all_of(reached, [](const Reached& each) {
+    return each.kind == ReachedKind::parameter;
+  });
+}
+
 /// The origin of memory that was bad when read; empty for an operator's result.
 std::optional<Fact> history_of_memory(const Birth& birth) {
   if (birth.reader.empty()) return std::nullopt;
@@ -471,6 +483,7 @@ Origin origin_of(const Root& root) {
     facts.push_back(fact_of(FactKind::became, *root.descendants.front()));
   }
   facts.push_back(reached_fact(root));
+  if (is_discarded(root)) facts.push_back({.kind = FactKind::discarded});
   if (birth.is_module_inferred) {
     facts.push_back({.kind = FactKind::module_inferred, .module = place.module});
   }

@@ -102,7 +102,8 @@ const Lineage::Record* Lineage::find(const at::Tensor& tensor) const {
 
 // ---- What happens to memory ---------------------------------------------------------------------
 
-/// What was there is overwritten. A view with gaps overwrites only what had the same gaps.
+/// What was there is overwritten. A view with gaps takes the place of others within its range,
+/// except for births, as it may leave their bytes.
 void Lineage::put(Record& record, Piece piece) {
   const ByteRange range = piece.range;
   if (range.is_dense) {
@@ -118,7 +119,7 @@ void Lineage::put(Record& record, Piece piece) {
                 [&](const Piece& each) { return is_inside(each) && each.births.empty(); });
   for (auto* const pieces : {&record.pieces, &record.strided}) {
     for (Piece& each : *pieces) {
-      if (each.is_touched_in_part && is_inside(each)) each.touched_by = nullptr;
+      if (is_inside(each)) each.touch_in_part = {};
     }
   }
   record.strided.push_back(std::move(piece));
@@ -210,7 +211,7 @@ void Lineage::note_arrival(const c10::StorageImpl* storage, const ByteRange& ran
   const auto found = records_.find(storage);
   if (found == records_.end()) return;
   Record& record = found->second;
-  const Piece known = known_of(record, range);
+  const Known known = known_of(record, range);
   if (!known.is_written() || !known.births.empty()) return;
   put(record, {.range = range,
                .state = MemoryState::received,
@@ -224,11 +225,9 @@ void Lineage::note_touch(const at::Tensor& tensor, const std::shared_ptr<const P
   if (found == records_.end()) return;
   Record& record = found->second;
   const ByteRange range = range_of(tensor);
-  const std::uint64_t touch = ++touches_;
+  const Touch touch{place, ++touches_};
   const auto touched = [&](Piece& piece) {
-    piece.touched_by = place;
-    piece.touch = touch;
-    piece.is_touched_in_part = !range.is_dense;
+    (range.is_dense ? piece.touch : piece.touch_in_part) = touch;
   };
   fill_gaps(record.pieces, range);
   std::ranges::for_each(overlapped(record.pieces, range), touched);
@@ -244,7 +243,7 @@ void Lineage::note_earlier(const at::Tensor& tensor, const std::string* writer,
 }
 
 void Lineage::note_foreign(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {
-  if (knows(tensor)) return;
+  if (state_of(tensor) != MemoryState::unknown) return;
   put(record_of(tensor),
       {.range = range_of(tensor), .state = MemoryState::foreign, .place = place});
 }
@@ -259,54 +258,76 @@ bool Lineage::knows(const at::Tensor& tensor) const {
   return find(tensor) != nullptr;
 }
 
-Piece Lineage::known_of(const at::Tensor& tensor) const {
+bool Lineage::has_been_used(const at::Tensor& tensor) const {
   const Record* const record = find(tensor);
-  return record == nullptr ? Piece() : known_of(*record, range_of(tensor));
+  const auto is_used = [](const Piece& piece) { return piece.clock != 0; };
+  return record != nullptr && (std::ranges::any_of(record->pieces, is_used) ||
+                               std::ranges::any_of(record->strided, is_used));
 }
 
-Piece Lineage::known_of(const Record& record, const ByteRange& range) {
+Known Lineage::known_of(const at::Tensor& tensor) const {
+  const Record* const record = find(tensor);
+  return record == nullptr ? Known() : known_of(*record, range_of(tensor));
+}
+
+Known Lineage::known_of(const Record& record, const ByteRange& range) {
+  const Piece nothing;
   const Piece* last = nullptr;       // of those that were written by operators
   const Piece* unscanned = nullptr;  // the last of those that nobody scanned
-  const Piece* touched = nullptr;
-  BirthIds births;
+  Known known;
+  Touch touch;
   bool is_finite = true;
-  std::int64_t known_to = range.begin;
-  const auto look_at = [&](const Piece& piece) {
-    unite(births, piece.births);
-    if (piece.touched_by != nullptr && (touched == nullptr || piece.touch > touched->touch)) {
-      touched = &piece;
+  const auto note = [&](const Piece& piece) {
+    unite(known.births, piece.births);
+    for (const Touch& each : {piece.touch, piece.touch_in_part}) {
+      if (each.number > touch.number) touch = each;
     }
     is_finite = is_finite && piece.state == MemoryState::finite && piece.births.empty();
-    const Piece*& latest = piece.is_written() ? last : unscanned;
-    if (latest == nullptr || piece.clock >= latest->clock) latest = &piece;
   };
+  const auto look_at = [&](const Piece& piece) {
+    note(piece);
+    const Piece*& latest = piece.is_written() ? last : unscanned;
+    // An allocation and what a collective writes to it may have the same clock.
+    const bool is_later = latest == nullptr || piece.clock > latest->clock ||
+                          (piece.clock == latest->clock && piece.state >= latest->state);
+    if (is_later) latest = &piece;
+  };
+  std::int64_t known_to = range.begin;
   for (const Piece& piece : overlapped(record.pieces, range)) {
     look_at(piece);
     if (piece.range.begin <= known_to) known_to = piece.range.end;
   }
-  const Piece nothing;
   if (known_to < range.end) look_at(nothing);
-  bool is_written_in_part = false;
+  bool is_written_between_gaps = false;
   for (const Piece& piece : record.strided) {
-    if (!piece.range.overlaps(range) || piece.state == MemoryState::unknown) continue;
-    is_written_in_part = piece.is_written();
+    if (!piece.range.overlaps(range)) continue;
+    if (piece.state == MemoryState::unknown) {  // only its births are known
+      note(piece);
+      continue;
+    }
+    is_written_between_gaps = piece.is_written();
     look_at(piece);
   }
-  Piece known = unscanned != nullptr ? *unscanned : last != nullptr ? *last : nothing;
+  const Piece* most = unscanned != nullptr ? unscanned : last;
+  if (most == nullptr) most = &nothing;
+  known.state = most->state;
   const bool was_there_before = known.state == MemoryState::unknown ||
                                 known.state == MemoryState::foreign ||
                                 known.state == MemoryState::earlier;
-  if (is_written_in_part && !was_there_before) {
-    known = *last;
+  if (is_written_between_gaps && !was_there_before) {
+    most = last;
     known.state = MemoryState::written;
   }
-  if (is_finite)
+  if (is_finite) {
     known.state = MemoryState::finite;
-  else if (known.is_written())
+  } else if (known.is_written()) {
     known.state = MemoryState::written;
-  known.range = range;
-  known.births = std::move(births);
-  known.touched_by = touched == nullptr ? nullptr : touched->touched_by;
+  }
+  known.clock = most->clock;
+  known.writer = most->writer;
+  known.place = most->place;
+  known.touched_by = std::move(touch.by);
+  known.is_written_in_part = last != nullptr && !known.is_written();
   return known;
 }
 
@@ -341,20 +362,20 @@ bool Lineage::is_known_to_have_nan(const at::Tensor& tensor) const {
   if (!range.is_dense) return false;
   bool has_nan = false;
   for_each_piece_of(tensor, [&](const Piece& piece) {
-    has_nan = has_nan || (piece.content == Content::nan && piece.touched_by == nullptr &&
-                          range.contains(piece.range));
+    has_nan = has_nan ||
+              (piece.content == Content::nan && !piece.is_touched() && range.contains(piece.range));
   });
   return has_nan;
 }
 
 Piece Lineage::last_write_of(const at::Tensor& tensor) const {
-  Piece last;
+  const Piece* last = nullptr;
   for_each_piece_of(tensor, [&](const Piece& piece) {
     const bool is_write = piece.is_written() || piece.state == MemoryState::received ||
                           piece.state == MemoryState::bytes;
-    if (is_write && piece.clock >= last.clock) last = piece;
+    if (is_write && (last == nullptr || piece.clock >= last->clock)) last = &piece;
   });
-  return last;
+  return last == nullptr ? Piece() : *last;
 }
 
 }  // namespace nanlocator::inline operators_room

@@ -36,6 +36,12 @@ enum class MemoryState : std::uint8_t {
   written,    // by operators, but not known to be finite: bad, or written in part
 };
 
+/// A frame off the dispatcher had access to memory.
+struct Touch {
+  std::shared_ptr<const Place> by{};  // null: none
+  std::uint64_t number = 0;           // ascending
+};
+
 /// What is known of some bytes of a storage.
 struct Piece {
   ByteRange range;
@@ -45,13 +51,34 @@ struct Piece {
   std::shared_ptr<const Place> place{};  // where it was allocated, received, or first seen
   bool is_filler = false;                // a constant
   BirthIds births{};
-  Content content = Content::finite;          // lower bound of the bad values; finite: unknown
-  std::shared_ptr<const Place> touched_by{};  // the last frame that had access since the write
-  std::uint64_t touch = 0;                    // number of that access
-  bool is_touched_in_part = false;            // by a view with gaps
+  Content content = Content::finite;  // lower bound of the bad values; finite: unknown
+  Touch touch;                        // the last one since the write
+  Touch touch_in_part;                // the same, by a view with gaps
+
+  [[nodiscard]] bool is_touched() const noexcept { return touch.by || touch_in_part.by; }
 
   [[nodiscard]] bool is_written() const noexcept {
     return state == MemoryState::finite || state == MemoryState::written;
+  }
+};
+
+/// What is known of all bytes that a tensor reaches.
+struct Known {
+  MemoryState state = MemoryState::unknown;
+  /// Of the piece that says most: among those that nobody scanned the latest, else the last write.
+  std::uint64_t clock = 0;
+  const std::string* writer = nullptr;
+  std::shared_ptr<const Place> place{};
+  std::shared_ptr<const Place> touched_by{};  // the last frame that had access since a write
+  BirthIds births{};
+  bool is_written_in_part = false;  // by operators, where the state is that of other bytes
+
+  [[nodiscard]] bool is_written() const noexcept {
+    return state == MemoryState::finite || state == MemoryState::written;
+  }
+  /// Allocated, and no operator has written any of it.
+  [[nodiscard]] bool is_unwritten() const noexcept {
+    return state == MemoryState::allocated && !is_written_in_part && births.empty();
   }
 };
 
@@ -61,7 +88,7 @@ class Lineage {
 
   void note_allocation(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                        const std::shared_ptr<const Place>& place);
-  /// A storage has grown beyond `bytes_before`; the added part is unwritten. Ignored if unknown.
+  /// A storage has grown beyond `bytes_before`; the added part is unwritten.
   void note_growth(const at::Tensor& tensor, std::int64_t bytes_before, std::uint64_t clock,
                    const std::string* writer, const std::shared_ptr<const Place>& place);
   void note_finite_write(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
@@ -84,16 +111,16 @@ class Lineage {
   void note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place);
   void note_earlier(const at::Tensor& tensor, const std::string* writer,
                     const std::shared_ptr<const Place>& place);
-  /// A gradient that no operator has written. Ignored if the storage is known.
+  /// A gradient that no operator has written. Ignored if anything is known of its bytes.
   void note_foreign(const at::Tensor& tensor, const std::shared_ptr<const Place>& place);
   /// What this memory holds is from elsewhere.
   void forget(const at::Tensor& tensor);
 
   /// True if anything is known of the storage.
   [[nodiscard]] bool knows(const at::Tensor& tensor) const;
-  /// The piece that says most about bad values in the bytes that `tensor` reaches: among those
-  /// that nobody scanned the latest, else the last write. Its state is that of all of them.
-  [[nodiscard]] Piece known_of(const at::Tensor& tensor) const;
+  /// True if anything has allocated or written memory of the storage in this pass.
+  [[nodiscard]] bool has_been_used(const at::Tensor& tensor) const;
+  [[nodiscard]] Known known_of(const at::Tensor& tensor) const;
   [[nodiscard]] MemoryState state_of(const at::Tensor& tensor) const;
   /// The operator that allocated the storage in this pass; null if none.
   [[nodiscard]] const std::string* allocator_of(const at::Tensor& tensor) const;
@@ -111,16 +138,15 @@ class Lineage {
     c10::weak_intrusive_ptr<c10::StorageImpl> owner;
     const std::string* allocator = nullptr;       // in this pass; interned
     std::shared_ptr<const Place> allocated_at{};  // null inside an operator
-    std::vector<Piece> pieces{};                  // without gaps; disjoint, by address
-    /// Written by views with gaps, latest last. Each is later than the pieces that it overlaps.
-    std::vector<Piece> strided{};
+    std::vector<Piece> pieces{};                  // of views without gaps; disjoint, by address
+    std::vector<Piece> strided{};                 // of views with gaps, latest last
   };
 
   Record& record_of(const at::Tensor& tensor);
   [[nodiscard]] const Record* find(const at::Tensor& tensor) const;
   template <typename Use>
   void for_each_piece_of(const at::Tensor& tensor, const Use& use) const;
-  [[nodiscard]] static Piece known_of(const Record& record, const ByteRange& range);
+  [[nodiscard]] static Known known_of(const Record& record, const ByteRange& range);
   static void put(Record& record, Piece piece);
   void forget_the_dead();
 

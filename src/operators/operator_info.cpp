@@ -114,7 +114,8 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
     auto use = ArgumentUse::read;
     if (is_marked || is_statistic) use = ArgumentUse::read_and_written;
     info->updates_statistics = info->updates_statistics || is_statistic;
-    const bool says_whether_it_trains = argument.name() == "training" || argument.name() == "train";
+    const bool says_whether_it_trains =
+        argument.name() == "training" || argument.name() == "train" || argument.name() == "update";
     if (info->is_batch_norm && says_whether_it_trains) info->is_training = info->arguments.size();
     if (argument.is_out() || (is_marked && overwrites)) use = ArgumentUse::overwritten;
     if (argument.name() == "beta" && name.starts_with("aten::")) {
@@ -196,7 +197,9 @@ const OperatorInfo* operator_info(const at::RecordFunction& call) {
 static bool is_idle_statistic(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments,
                               std::size_t i) {
   if (!info.is_batch_norm || !is_statistic_name(info.argument_names[i])) return false;
-  if (info.name.find("no_update") != std::string::npos) return false;
+  for (const char* const evaluation : {"no_update", "no_training"}) {
+    if (info.name.find(evaluation) != std::string::npos) return false;
+  }
   return !info.is_training || arguments[*info.is_training].toBool();
 }
 

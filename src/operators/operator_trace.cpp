@@ -219,7 +219,7 @@ void note_copy(const at::Tensor& tensor, const at::Tensor& copy) {
   if (trace == nullptr || !tensor.has_storage() || tensor.is_alias_of(copy)) return;
   const std::lock_guard lock(trace->mutex);
   Lineage& lineage = trace->lineage;
-  const Piece known = lineage.known_of(tensor);
+  const Known known = lineage.known_of(tensor);
   if (known.state == MemoryState::earlier) lineage.note_earlier(copy, known.writer, known.place);
   if (known.state != MemoryState::received) return;
   lineage.note_received(copy, known.clock, known.writer, known.place, known.births);

@@ -503,14 +503,15 @@ static bool is_number(const at::Tensor& values) {
 
 Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& frames) {
   Root root;
-  Piece known;
+  Known known;
   const std::string* allocator = nullptr;
   std::vector<Declarations::Declared> sharing;
   {
     const std::lock_guard lock(mutex);
     known = lineage.known_of(values);
     allocator = lineage.allocator_of(values);
-    const bool is_written_unseen = known.state == MemoryState::unknown && lineage.knows(values) &&
+    const bool is_written_unseen = known.state == MemoryState::unknown &&
+                                   lineage.has_been_used(values) &&
                                    declarations.has_gradient_in(values);
     if (is_written_unseen) known.state = MemoryState::written;
     for (const auto* declared : declarations.find_all(values)) sharing.push_back(*declared);
@@ -864,6 +865,20 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     return false;
   };
   const bool are_statistics = std::ranges::all_of(bad, is_statistic);
+  if (!are_statistics) {  // those that were bad before stay so, and say nothing of the results
+    const std::lock_guard lock(mutex);
+    std::erase_if(bad, [&](const TensorAt* output) {
+      const auto before = std::ranges::find(
+          frame.before_write, output->values.unsafeGetTensorImpl(), &BeforeWrite::tensor);
+      const bool was_bad = before != frame.before_write.end() &&
+                           before->content != Content::finite && is_statistic(output);
+      if (was_bad) {
+        lineage.note_bad_write(output->values, clock.load(std::memory_order_relaxed),
+                               &info.full_name, before->births, output->content);
+      }
+      return was_bad;
+    });
+  }
   for (std::size_t i = 0; frame.has_arguments && i < frame.arguments.size(); ++i) {
     const c10::IValue& argument = frame.arguments[i];
     if (info.scalars_are_values) {

@@ -93,7 +93,7 @@ void OperatorTrace::Impl::note_bytes_of_kernel(std::span<const KernelArgument> a
   const std::lock_guard lock(mutex);
   for (const auto& [_, tensor] : arguments) {
     if (!has_own_memory(tensor) || is_plainly_observable(tensor)) continue;
-    if (lineage.state_of(tensor) != MemoryState::allocated) continue;
+    if (!lineage.known_of(tensor).is_unwritten()) continue;
     const std::uint64_t now = clock.fetch_add(1) + 1;
     if (frame.given->with_any.empty()) {
       lineage.note_bytes(tensor, now, name, frame.kernel);
@@ -119,7 +119,7 @@ void OperatorTrace::Impl::finish_kernel(std::span<const KernelArgument> argument
     const std::lock_guard lock(mutex);
     if (output.content == Content::finite) {
       const bool is_given = frame.given->has_input(output.values);
-      const bool is_filled = lineage.state_of(output.values) == MemoryState::allocated;
+      const bool is_filled = lineage.known_of(output.values).is_unwritten();
       if (is_filled || !is_given) {
         lineage.note_finite_write(output.values, clock.fetch_add(1) + 1, name, false);
       }

@@ -227,8 +227,8 @@ void OperatorTrace::Impl::use_declared_module(const Frame& frame, ThreadFrames& 
 }
 
 /// True for memory that the function around a kernel has allocated as the kernel's output.
-static bool is_unwritten(const Piece& memory) {
-  return memory.state == MemoryState::allocated && memory.touched_by == nullptr;
+static bool is_unwritten(const Known& memory) {
+  return memory.is_unwritten() && memory.touched_by == nullptr;
 }
 
 void OperatorTrace::Impl::scan_before_write(Frame& frame, ThreadFrames& frames) {
@@ -252,7 +252,7 @@ void OperatorTrace::Impl::scan_before_write(Frame& frame, ThreadFrames& frames) 
       bool is_known_finite = false, is_to_fill = false;
       {
         const std::lock_guard lock(mutex);
-        const Piece known = lineage.known_of(tensor);
+        const Known known = lineage.known_of(tensor);
         is_to_fill = info.is_custom && is_unwritten(known);
         // A captured copy shows whether the memory has changed since its last write.
         is_known_finite = frame.is_captured && known.state == MemoryState::finite;
@@ -297,8 +297,8 @@ void OperatorTrace::Impl::start_container(std::string_view name, const at::Recor
 
 /// True for memory that an operator allocated around the frame and that has no known write: the
 /// frame must fill it, so its present content is not an input.
-static bool is_to_be_filled(const Piece& memory, const Place& frame) {
-  if (memory.state != MemoryState::allocated) return false;
+static bool is_to_be_filled(const Known& memory, const Place& frame) {
+  if (!memory.is_unwritten()) return false;
   if (memory.place == nullptr || memory.place->given != nullptr) return false;
   const std::string& around = memory.place->module;
   return around.empty() || frame.module == around || frame.module.starts_with(around + ".");
@@ -337,7 +337,7 @@ void OperatorTrace::Impl::scan_given(c10::ArrayRef<const c10::IValue> inputs, co
       }
     }
     std::erase_if(given, [&](const at::Tensor& each) {
-      const Piece known = lineage.known_of(each);
+      const Known known = lineage.known_of(each);
       if (frame.kernel == nullptr) return is_to_be_filled(known, place);
       if (is_unwritten(known)) unwritten.push_back(each);
       return is_unwritten(known);

@@ -701,6 +701,12 @@ std::vector<std::string> steps_text(const Origin& origin) {
                   " (torch.where after it still gives NaN in backward); if not, a guard would only "
                   "hide "
                   "the fault"};
+    case Action::choose_before:
+      return {
+          "choose in front of " + operation + ", too, so that it never sees such values" +
+              with_operands(origin) + ": torch.where(keep, x, 1) instead of x",
+          "torch.where or a mask after it does not help: its derivative multiplies by zero, and "
+          "zero times NaN or Inf is NaN"};
     case Action::guard_slope:  // the operands are those of the backward operator
       return {
           "look at the input of " + operation + ", where its slope is infinite" +

@@ -586,6 +586,9 @@ std::string plain_text(const Fact& fact) {
       return "it became " + bad_of(fact) + " in " + who_of(fact) + " (" + phase_of(fact) + ")";
     case reached:
       return reached_text(fact);
+    case discarded:
+      return "the loss is finite: the program left these values out of it, but the derivative "
+             "multiplies them by zero, and zero times NaN or Inf is NaN";
     case last_seen_in:
       return "it was last seen in module " + fact.module;
     case module_inferred:

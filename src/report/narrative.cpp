@@ -116,10 +116,14 @@ std::string peers_of(const Verdict& verdict, const Origin& origin) {
   return message == nullptr ? "the sender" : ranks_place_of(verdict, message->peers);
 }
 
-std::string reached_of(const Verdict& verdict) {
+std::string reached_of(const Verdict& verdict, const Origin& origin) {
   const Spread& spread = verdict.spread;
   if (spread.parameters.empty()) return "";
-  return "; it reached the gradients of " + count_text(spread.parameters.size(), "parameter") +
+  const bool is_discarded = has_fact(origin.facts, FactKind::discarded);
+  return std::string(is_discarded ? "; it was left out of the loss, which is finite, but its "
+                                    "derivative reached the gradients of "
+                                  : "; it reached the gradients of ") +
+         count_text(spread.parameters.size(), "parameter") +
          (spread.ranks.size() > 1 ? " on " + count_text(spread.ranks.size(), "rank") : "");
 }
 
@@ -177,7 +181,7 @@ std::string what_of(const Verdict& verdict, const Origin* origin) {
               {"parameter", origin->parameter.empty() ? "a parameter" : origin->parameter},
               {"group", group_of(verdict, *origin)},
               {"peers", peers_of(verdict, *origin)}}) +
-         growth_of(*origin) + (has_reached ? reached_of(verdict) : "");
+         growth_of(*origin) + (has_reached ? reached_of(verdict, *origin) : "");
 }
 
 // ---- why it is believed ----
@@ -540,14 +544,26 @@ std::string values_here_of(const Origin& origin) {
 std::vector<std::string> reasons_of(const Origin& origin) {
   constexpr std::size_t kMost = 2;
   // Said in the rows above, or of use only with all other evidence.
-  constexpr std::array kLeftOut = {
-      FactKind::rerun_identical, FactKind::rerun_clean,          FactKind::rerun_differs,
-      FactKind::gone_in_rerun,   FactKind::rerun_not_completed,  FactKind::replayed,
-      FactKind::same_on_ranks,   FactKind::values_at_first_bad,  FactKind::input,
-      FactKind::reached,         FactKind::derivative_of,        FactKind::copies_clean,
-      FactKind::peers_finite,    FactKind::members_got_the_same, FactKind::called_in_framework,
-      FactKind::control_clean,   FactKind::stated_action,        FactKind::update_undefined,
-      FactKind::became};
+  constexpr std::array kLeftOut = {FactKind::rerun_identical,
+                                   FactKind::rerun_clean,
+                                   FactKind::rerun_differs,
+                                   FactKind::gone_in_rerun,
+                                   FactKind::rerun_not_completed,
+                                   FactKind::replayed,
+                                   FactKind::same_on_ranks,
+                                   FactKind::values_at_first_bad,
+                                   FactKind::input,
+                                   FactKind::reached,
+                                   FactKind::derivative_of,
+                                   FactKind::copies_clean,
+                                   FactKind::peers_finite,
+                                   FactKind::members_got_the_same,
+                                   FactKind::called_in_framework,
+                                   FactKind::control_clean,
+                                   FactKind::stated_action,
+                                   FactKind::update_undefined,
+                                   FactKind::became,
+                                   FactKind::discarded};
   std::vector<std::string> reasons;
   for (const Fact& fact : ordered_facts(origin)) {
     const int place = place_of(fact);

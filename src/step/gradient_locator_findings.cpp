@@ -325,17 +325,22 @@ std::vector<Ledger> GradientLocator::Impl::ledgers_of_survivors(
   return ledgers;
 }
 
-/// Of ranks that read the same ledgers, the first with a finding prints the verdict.
+/// Of ranks that lost the same peer and read the same ledgers, the first with a finding prints the
+/// verdict.
 void GradientLocator::Impl::print_alone(const Verdict& verdict,
                                         std::span<const Ledger> ledgers) const {
   int first = rank();
+  const auto lost = files->lost();
   for (const Ledger& each : ledgers) {
-    if (has_finding(each)) first = std::min(first, each.coordinates.rank);
+    const int other = each.coordinates.rank;
+    const bool is_lost = std::ranges::find(lost, other, &LostRank::rank) != lost.end();
+    if (has_finding(each) && !is_lost) first = std::min(first, other);
   }
   if (first == rank()) return print(verdict);
   std::cerr << "nanlocator: rank " + std::to_string(rank()) + " was bad in step " +
                    std::to_string(iteration) + ", too: rank " + std::to_string(first) +
-                   " tells of both, and " + directory.string() + " holds the files\n"
+                   " prints the verdict, and this rank's is in " + directory.string() +
+                   "/verdict_rank" + std::to_string(rank()) + ".json\n"
             << std::flush;
 }
 

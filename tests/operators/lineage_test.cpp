@@ -114,6 +114,46 @@ TEST_F(LineageTest, TheLastFrameWithAccessCountsUntilTheBytesAreWritten) {
   EXPECT_EQ(lineage.state_of(part(5, 6)), finite);
 }
 
+TEST_F(LineageTest, MemoryThatIsWrittenInPartIsNotUnwritten) {
+  EXPECT_TRUE(lineage.known_of(buffer).is_unwritten());
+  write_bad(part(0, 4), 2);
+  EXPECT_EQ(lineage.state_of(buffer), allocated);
+  EXPECT_FALSE(lineage.known_of(buffer).is_unwritten());
+  EXPECT_TRUE(lineage.known_of(part(4, 8)).is_unwritten());
+}
+
+TEST_F(LineageTest, AnAllocationAndWhatIsReceivedMayHaveOneClock) {
+  lineage.note_received(part(0, 4), clock, &gather, nullptr, {});
+  EXPECT_EQ(lineage.state_of(buffer), received);
+}
+
+TEST_F(LineageTest, AnAccessToOneColumnLeavesTheEarlierOneToAll) {
+  const auto all = std::make_shared<const Place>(), column = std::make_shared<const Place>();
+  const at::Tensor grid = buffer.view({4, 3});
+  write_finite(buffer);
+  lineage.note_touch(buffer, all);
+  lineage.note_touch(grid.select(1, 0), column);
+  EXPECT_EQ(lineage.known_of(buffer).touched_by, column);
+  write_finite(grid.select(1, 0));
+  EXPECT_EQ(lineage.known_of(buffer).touched_by, all);
+}
+
+TEST_F(LineageTest, WhatAViewWithGapsHoldsIsNotFinite) {
+  write_finite(buffer);
+  lineage.note_bad_content(buffer.view({4, 3}).select(1, 0), {5});
+  EXPECT_EQ(lineage.state_of(buffer), written);
+  EXPECT_EQ(lineage.known_of(buffer).births, BirthIds{5});
+}
+
+TEST_F(LineageTest, EachViewOfForeignMemoryIsForeign) {
+  const at::Tensor workspace = at::zeros({8});
+  lineage.note_foreign(workspace.slice(0, 0, 4), nullptr);
+  lineage.note_foreign(workspace.slice(0, 4, 8), nullptr);
+  EXPECT_EQ(lineage.state_of(workspace.slice(0, 4, 8)), foreign);
+  EXPECT_FALSE(lineage.has_been_used(workspace));
+  EXPECT_TRUE(lineage.has_been_used(buffer));
+}
+
 TEST_F(LineageTest, WhatWasFoundBadOnReadingKeepsItsState) {
   receive(part(0, 4));
   lineage.note_bad_content(part(2, 6), {7});

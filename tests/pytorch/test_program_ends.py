@@ -391,7 +391,7 @@ def test_those_that_lose_the_same_rank_tell_one_story():
         assert (origin["candidates"], verdict["silent_ranks"]) == ([1], [2])
     log = " ".join(Path("job.err").read_text().split())
     # Rank 1 may have to end before rank 0's collective fails; then it tells what it knows itself.
-    assert log.count("nanlocator ERROR[") + log.count("rank 0 tells of both") == 3, log
+    assert log.count("nanlocator ERROR[") + log.count("rank 0 prints the verdict") == 3, log
     assert "in the gradient of weight on rank 1 on " in log
 
 

@@ -74,6 +74,9 @@ IN_MODEL = {
     "a loss": "F.binary_cross_entropy(torch.sigmoid(hidden), torch.ones_like(hidden))",
     "a distribution": "Normal(hidden, 1.0)",
     "an assert": "assert torch.isfinite(hidden).all(), 'activations'",
+    "an assert beside memory that is NaN on purpose": (
+        "unfilled = torch.full((3,), float('nan'))\nassert torch.isfinite(hidden).all(), 'activations'"
+    ),
     "a number": "hidden[0, int(hidden[0, 0].clamp(0, 3))]",
 }
 
@@ -117,6 +120,16 @@ def test_bad_data_that_the_model_refuses_is_data():
     )
     assert verdict is not None, errors
     assert [origin["cause"] for origin in verdict["origins"]] == ["bad_input"]
+
+
+def test_a_caught_error_is_not_taken_for_a_later_one():
+    verdict, errors = verdict_of(
+        before="try: model(x, step == 3)\nexcept ValueError: pass",
+        in_model="if is_bad: Normal(hidden, 1.0)",
+        in_loop="if step == 3: Normal(0.0, -1.0)",
+        is_bad=False,
+    )
+    assert verdict is None, errors
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ enum class Action {
   compare_peers,
   correct_expression,
   find_source_of_zero,
+  choose_before,  // the program's choice of values, in front of the operator, too
   find_weight_writer,
   guard_slope,
   guard_masked_row,
@@ -213,6 +214,7 @@ enum class Action {
                                           "compare_peers",
                                           "correct_expression",
                                           "find_source_of_zero",
+                                          "choose_before",
                                           "find_weight_writer",
                                           "guard_slope",
                                           "guard_masked_row",

@@ -101,6 +101,7 @@ namespace nanlocator::inline locate_room {
   FACT(no_kernel_reference)                                                   \
   FACT(became)                                                                \
   FACT(reached)                                                               \
+  FACT(discarded)                                                             \
   FACT(last_seen_in)                                                          \
   FACT(module_inferred)                                                       \
   FACT(called_in_framework)                                                   \

@@ -2,9 +2,10 @@
 
 import dis
 import itertools
+import os
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -16,10 +17,19 @@ from nanlocator.loops.evaluation import is_bad
 _MOST_FRAMES = 32
 _MOST_TENSORS = 64
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
 
 # What no value causes.
-_OTHERS = (ImportError, OSError, MemoryError, NameError, AttributeError, torch.OutOfMemoryError)
+_OTHERS = (
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    NameError,
+    OSError,
+    TypeError,
+    torch.OutOfMemoryError,
+)
 
 
 # What torch says where it refuses values, rather than shapes or types.
@@ -36,24 +46,41 @@ def may_refuse_values(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, _OTHERS)
 
 
-def values_refused_by(error: BaseException, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What of ``bad_values_at`` the error may be about. A program fills memory with NaN on purpose, too, so
-    unless torch itself refuses values, only results that need a gradient and ``given`` count."""
-    inputs = {id(tensor) for tensor in given}
-    is_refusal = _is_raised_by_torch(error) and _REFUSAL.search(str(error)) is not None
-    return bad_values_at(error, lambda each: is_refusal or each.requires_grad or id(each) in inputs)
-
-
-def bad_values_at(
-    error: BaseException, counts: Callable[[torch.Tensor], bool] = lambda _: True
+def values_refused_by(
+    error: BaseException, given: list[torch.Tensor], innermost: int = _MOST_FRAMES
 ) -> list[torch.Tensor]:
-    """The tensors with NaN or +Inf among the variables of the innermost function in the traceback that has
-    any that ``counts``. Waits for the device."""
-    for frame in _frames_of(error):
+    """The tensors among the variables of a function in the traceback that ``error`` may refuse: of the
+    innermost function that has any, among the ``innermost`` ones. Waits for the device.
+
+    Where torch refuses values, each one with NaN or +Inf counts. A program fills memory with NaN on purpose,
+    so where it raises the error itself, only results that need a gradient and ``given`` count, and +Inf only
+    where the error speaks of it. An error of torch about something else refuses none."""
+    is_torchs = _is_raised_by_torch(error)
+    speaks_of_values = isinstance(error, AssertionError) or _REFUSAL.search(str(error)) is not None
+    if is_torchs and not speaks_of_values:
+        return []
+    inputs = {id(tensor) for tensor in given}
+
+    def is_refused(tensor: torch.Tensor) -> bool:
+        if not (is_torchs or tensor.requires_grad or id(tensor) in inputs):
+            return False
+        return is_bad(tensor) if speaks_of_values else has_nan(tensor)
+
+    for frame in _frames_of(error)[:innermost]:
         tensors = {id(tensor): tensor for tensor in itertools.islice(_tensors_of(frame), _MOST_TENSORS)}
-        if bad := [tensor for tensor in tensors.values() if counts(tensor) and is_bad(tensor)]:
-            return bad
+        if refused := [tensor for tensor in tensors.values() if is_refused(tensor)]:
+            return refused
     return []
+
+
+def depth_of(error: BaseException) -> int:
+    """The number of functions in its traceback so far."""
+    return sum(1 for _ in traceback.walk_tb(error.__traceback__))
+
+
+def has_nan(tensor: torch.Tensor) -> bool:
+    stats = _C.scan_one(tensor)
+    return stats is not None and stats.nan > 0
 
 
 def _frames_of(error: BaseException) -> list[FrameType]:

@@ -28,7 +28,7 @@ from nanlocator.engine.driver import Named
 from nanlocator.engine.this_rank import is_distributed
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches, weakly
-from nanlocator.loops.errors import bad_values_at, values_refused_by
+from nanlocator.loops.errors import depth_of, may_refuse_values, values_refused_by
 from nanlocator.loops.evaluation import Evaluation, is_bad
 from nanlocator.loops.plain import PlainAdapter, PlainPass, held_parameters
 from nanlocator.sharding import fsdp2
@@ -249,6 +249,7 @@ class StepRecorder:
         *,
         is_functional: bool = False,
     ) -> Any:
+        self._broken = None
         trains = self.trains(module)
         if self.evaluation is not None and trains:
             self._engine.take_read()
@@ -268,7 +269,7 @@ class StepRecorder:
             with self.suspended(), self._in_module():
                 output = original(module, *args, **kwargs)
         except Exception as error:
-            self._broken = _BrokenCall(*kept, error) if kept else None
+            self._broken = _BrokenCall(*kept, error) if kept and may_refuse_values(error) else None
             raise
         self._engine.note_weights()  # a forward may write to its own weights (Embedding's max_norm)
         if kept is not None:
@@ -301,7 +302,7 @@ class StepRecorder:
             with self.suspended():
                 output = original(module, *args, **kwargs)
         except Exception as error:
-            self._broken = _BrokenCall(*kept, error) if kept else None
+            self._broken = _BrokenCall(*kept, error) if kept and may_refuse_values(error) else None
             raise
         if kept is not None:
             self._engine.add_call(*kept, _results_in(output))
@@ -409,6 +410,7 @@ class StepRecorder:
 
     def record_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``original`` writes the gradients of leaves; the losses are in its first argument."""
+        self._broken = None
         self._follower.before_backward(_C.tensors_in(args[0]))
         call = _EngineCall(original, *self._named((args, kwargs)), self._now(), accumulates=True)
         given = _C.tensors_in((args, kwargs))
@@ -417,7 +419,7 @@ class StepRecorder:
                 return original(*args, **kwargs)
         except RuntimeError as error:
             if torch.is_anomaly_enabled():
-                self._broken = _BrokenBackward(call, given, error)
+                self._broken = _BrokenBackward(call, given, error, self._parameters)
             raise
 
     def run_backward_in_module(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -506,7 +508,7 @@ class StepRecorder:
         any exist."""
         broken, own = self._broken_by(error)
         with self.suspended():
-            bad = values_refused_by(own, broken.given if broken else [])
+            bad = broken.refused(own) if broken else values_refused_by(own, [])
         if broken is not None and bad:
             self._engine.add_backward(broken, broken.given)
         elif bad := [tensor for tensor in bad if self._engine.value_of(tensor) is not None]:
@@ -653,7 +655,12 @@ class _Call:
         ]
 
     def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        args, kwargs = _given(self.kept.item, replay, {id(tensor) for tensor, _ in self.by_reference})
+        return self.execute(*self.arguments(replay))
+
+    def arguments(self, replay: _C.StepReplay) -> Any:
+        return _given(self.kept.item, replay, {id(tensor) for tensor, _ in self.by_reference})
+
+    def execute(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         self._generators.restore()
         self._switches.set()
         with contextlib.ExitStack() as stack:
@@ -680,9 +687,9 @@ class _CallWithoutGradient(_ModuleCall):
     """A call under `no_grad`. Its module may be none of the watched ones, so that it restores its buffers
     itself."""
 
-    def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    def execute(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         with torch.no_grad(), _restoring_buffers(self.module):
-            return super().run_again(replay, losses)
+            return super().execute(args, kwargs)
 
 
 @contextlib.contextmanager
@@ -925,25 +932,39 @@ class _BrokenCall:
         self._call = call
         self.given = given
         # Not the error itself: its traceback holds all that the call has computed.
-        self._type, self._id = type(error), id(error)
+        self._type, self._id, self._depth = type(error), id(error), depth_of(error)
 
     def is_ended_by(self, error: BaseException) -> bool:
         return (type(error), id(error)) == (self._type, self._id)
 
+    def refused(self, error: BaseException) -> list[torch.Tensor]:
+        return values_refused_by(error, self.given, self._depth)
+
     def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        assert isinstance(self._call, _ModuleCall)
+        args, kwargs = self._call.arguments(replay)
         try:
-            losses += self._call.run_again(replay, losses)
+            losses += self._call.execute(args, kwargs)
         except self._type as error:
-            losses += bad_values_at(error)
+            losses += values_refused_by(error, tensors_of((args, kwargs)))
         return []
 
 
 class _BrokenBackward(_BrokenCall):
     """A backward in which autograd's anomaly mode has found a NaN. It goes on without that mode."""
 
+    def __init__(
+        self, call: "_EngineCall", given: list[torch.Tensor], error: Exception, parameters: set[torch.Tensor]
+    ) -> None:
+        super().__init__(call, given, error)
+        self._parameters = parameters
+
     def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         with torch.autograd.set_detect_anomaly(False):
-            return self._call.run_again(replay, losses)
+            results = self._call.run_again(replay, losses)
+        if not any(p.grad is not None and is_bad(p.grad) for p in self._parameters):
+            raise RuntimeError("the NaN in which anomaly mode ended the backward reached no gradient")
+        return results
 
 
 class _Unfinished:

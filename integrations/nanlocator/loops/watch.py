@@ -245,11 +245,13 @@ class Watch(Locator):
         if is_told_otherwise or not self._recorder.is_outside():
             return
         try:
-            if not self._driver.is_in_pass:
-                if error is None or not may_refuse_values(error):
-                    return
+            if self._driver.is_in_pass:
+                has_bad_loss = self._has_bad_loss(self._recorder.unfinished())
+            elif error is None or not may_refuse_values(error):
+                return
+            else:
+                has_bad_loss = False
                 self._begin()  # a rollout is between two steps
-            has_bad_loss = self._has_bad_loss(self._recorder.unfinished())
             if not (has_bad_loss or self._is_of_bad_values(error) or self._is_unseen):
                 return
             if self._driver.connection is not None:  # the other ranks may not be here
