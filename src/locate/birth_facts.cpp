@@ -315,8 +315,13 @@ Fact reached_fact(const Root& root) {
 /// True for a result that the program left out of its loss, by torch.where or an index: it reached
 /// gradients alone, by its derivative.
 bool is_discarded(const Root& root) {
-  const Phase phase = root.birth->sighting.phase;
+  const Birth& birth = *root.birth;
+  const Phase phase = birth.sighting.phase;
   if (phase != Phase::forward && phase != Phase::loss) return false;
+  // An operator on gradients reaches them without a derivative.
+  const bool is_differentiable = std::ranges::any_of(
+      birth.operands, [](const Operand& operand) { return operand.requires_grad == true; });
+  if (!is_differentiable || birth.kind == BirthKind::literal) return false;
   if (!root.rank->scanned(Phase::loss) || !root.rank->bad_losses().empty()) return false;
   const auto reached = reached_by(root);
   return !reached.empty() && std::ranges::all_of(reached, [](const Reached& each) {

@@ -52,8 +52,8 @@ struct Piece {
   bool is_filler = false;                // a constant
   BirthIds births{};
   Content content = Content::finite;  // lower bound of the bad values; finite: unknown
-  Touch touch;                        // the last one since the write
-  Touch touch_in_part;                // the same, by a view with gaps
+  Touch touch{};                      // the last one since the write
+  Touch touch_in_part{};              // the same, by a view with gaps
 
   [[nodiscard]] bool is_touched() const noexcept { return touch.by || touch_in_part.by; }
 

@@ -9,8 +9,8 @@ from watched_steps import verdict_of_steps
 PROGRAMS = {
     # The function, what it must not see, and a choice after it; the program that is cured has one before it.
     "where": (torch.sqrt, -100.0, lambda y, keep: torch.where(keep, y, 0.0).sum()),
-    "index": (torch.log, -100.0, lambda y, keep: y[keep].sum()),
-    "masked_fill": (torch.acos, 3.0, lambda y, keep: y.masked_fill(~keep, 0.0).sum()),
+    "index": (torch.sqrt, -100.0, lambda y, keep: y[keep].sum()),
+    "masked_fill": (torch.rsqrt, -100.0, lambda y, keep: y.masked_fill(~keep, 0.0).sum()),
     "overflow": (torch.exp, 200.0, lambda y, keep: torch.where(keep, y, 0.0).sum()),
 }
 
