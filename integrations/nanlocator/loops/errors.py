@@ -31,7 +31,6 @@ _OTHERS = (
     torch.OutOfMemoryError,
 )
 
-
 # What torch says where it refuses values, rather than shapes or types.
 _REFUSAL = re.compile(
     r"\b(nans?|infs?|non-?finite|finite|probability)\b|between 0 and 1|p_in|positive-definite|converge"
@@ -66,16 +65,11 @@ def values_refused_by(
             return False
         return is_bad(tensor) if speaks_of_values else has_nan(tensor)
 
-    for frame in _frames_of(error)[:innermost]:
+    for frame in frames_of(error)[:innermost]:
         tensors = {id(tensor): tensor for tensor in itertools.islice(_tensors_of(frame), _MOST_TENSORS)}
         if refused := [tensor for tensor in tensors.values() if is_refused(tensor)]:
             return refused
     return []
-
-
-def depth_of(error: BaseException) -> int:
-    """The number of functions in its traceback so far."""
-    return sum(1 for _ in traceback.walk_tb(error.__traceback__))
 
 
 def has_nan(tensor: torch.Tensor) -> bool:
@@ -83,8 +77,8 @@ def has_nan(tensor: torch.Tensor) -> bool:
     return stats is not None and stats.nan > 0
 
 
-def _frames_of(error: BaseException) -> list[FrameType]:
-    """Innermost first."""
+def frames_of(error: BaseException) -> list[FrameType]:
+    """Of its traceback so far, innermost first; at most 32."""
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][: -_MOST_FRAMES - 1 : -1]
 
 

@@ -28,7 +28,7 @@ from nanlocator.engine.driver import Named
 from nanlocator.engine.this_rank import is_distributed
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches, weakly
-from nanlocator.loops.errors import depth_of, may_refuse_values, values_refused_by
+from nanlocator.loops.errors import frames_of, may_refuse_values, values_refused_by
 from nanlocator.loops.evaluation import Evaluation, is_bad
 from nanlocator.loops.plain import PlainAdapter, PlainPass, held_parameters
 from nanlocator.sharding import fsdp2
@@ -269,7 +269,7 @@ class StepRecorder:
             with self.suspended(), self._in_module():
                 output = original(module, *args, **kwargs)
         except Exception as error:
-            self._broken = _BrokenCall(*kept, error) if kept and may_refuse_values(error) else None
+            self._note_error(kept, error)
             raise
         self._engine.note_weights()  # a forward may write to its own weights (Embedding's max_norm)
         if kept is not None:
@@ -302,11 +302,15 @@ class StepRecorder:
             with self.suspended():
                 output = original(module, *args, **kwargs)
         except Exception as error:
-            self._broken = _BrokenCall(*kept, error) if kept and may_refuse_values(error) else None
+            self._note_error(kept, error)
             raise
         if kept is not None:
             self._engine.add_call(*kept, _results_in(output))
         return output
+
+    def _note_error(self, kept: "tuple[_ModuleCall, list[torch.Tensor]] | None", error: Exception) -> None:
+        if kept is not None and may_refuse_values(error):
+            self._broken = _BrokenCall(*kept, error)
 
     @contextlib.contextmanager
     def _in_module(self) -> Iterator[None]:
@@ -932,7 +936,7 @@ class _BrokenCall:
         self._call = call
         self.given = given
         # Not the error itself: its traceback holds all that the call has computed.
-        self._type, self._id, self._depth = type(error), id(error), depth_of(error)
+        self._type, self._id, self._depth = type(error), id(error), len(frames_of(error))
 
     def is_ended_by(self, error: BaseException) -> bool:
         return (type(error), id(error)) == (self._type, self._id)
