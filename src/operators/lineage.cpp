@@ -129,15 +129,9 @@ void Lineage::note_allocation(const at::Tensor& tensor, std::uint64_t clock,
                               const std::string* writer,
                               const std::shared_ptr<const Place>& place) {
   Record& record = record_of(tensor);
-  record.allocator = writer;
-  record.allocated_at = place;
+  record.pieces.clear();
   record.strided.clear();
-  const auto end = static_cast<std::int64_t>(tensor.storage().nbytes());
-  record.pieces.assign(1, {.range = {0, std::max(end, range_of(tensor).end)},
-                           .state = MemoryState::allocated,
-                           .clock = clock,
-                           .writer = writer,
-                           .place = place});
+  note_growth(tensor, 0, clock, writer, place);
 }
 
 void Lineage::note_growth(const at::Tensor& tensor, std::int64_t bytes_before, std::uint64_t clock,
@@ -145,11 +139,8 @@ void Lineage::note_growth(const at::Tensor& tensor, std::int64_t bytes_before, s
   Record& record = record_of(tensor);
   record.allocator = writer;
   record.allocated_at = place;
-  put(record, {.range = {bytes_before, static_cast<std::int64_t>(tensor.storage().nbytes())},
-               .state = MemoryState::allocated,
-               .clock = clock,
-               .writer = writer,
-               .place = place});
+  const ByteRange added{bytes_before, static_cast<std::int64_t>(tensor.storage().nbytes())};
+  put(record, {added, MemoryState::allocated, clock, writer, place});
 }
 
 void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
@@ -165,11 +156,7 @@ void Lineage::note_finite_write(const at::Tensor& tensor, std::uint64_t clock,
 
 void Lineage::note_bytes(const at::Tensor& tensor, std::uint64_t clock, const std::string* writer,
                          const std::shared_ptr<const Place>& place) {
-  put(record_of(tensor), {.range = range_of(tensor),
-                          .state = MemoryState::bytes,
-                          .clock = clock,
-                          .writer = writer,
-                          .place = place});
+  put(record_of(tensor), {range_of(tensor), MemoryState::bytes, clock, writer, place});
 }
 
 void Lineage::note_bad_write(const at::Tensor& tensor, std::uint64_t clock,
@@ -213,11 +200,7 @@ void Lineage::note_arrival(const c10::StorageImpl* storage, const ByteRange& ran
   Record& record = found->second;
   const Known known = known_of(record, range);
   if (!known.is_written() || !known.births.empty()) return;
-  put(record, {.range = range,
-               .state = MemoryState::received,
-               .clock = clock,
-               .writer = writer,
-               .place = record.allocated_at});
+  put(record, {range, MemoryState::received, clock, writer, record.allocated_at});
 }
 
 void Lineage::note_touch(const at::Tensor& tensor, const std::shared_ptr<const Place>& place) {
