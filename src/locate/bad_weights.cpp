@@ -1,4 +1,4 @@
-#include "locate/bad_weights.hpp"
+#include "locate/judges.hpp"
 
 #include <algorithm>
 #include <optional>

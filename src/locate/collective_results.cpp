@@ -1,4 +1,4 @@
-#include "locate/collective_results.hpp"
+#include "locate/judges.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -122,7 +122,7 @@ bool is_computed(const Origin& origin) {
 
 }  // namespace
 
-void compare_collective_results(const Incident& incident, std::vector<Origin>& origins) {
+void judge_collective_results(const Incident& incident, std::vector<Origin>& origins) {
   const MemberResults results(incident);
   for (Origin& origin : origins) {
     if (origin.candidates.size() != 1 || !is_computed(origin)) continue;

@@ -2,8 +2,8 @@
 // bad element.
 #pragma once
 
-#include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/record/birth.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline locate_room {
 

@@ -1,4 +1,4 @@
-#include "locate/divergence.hpp"
+#include "locate/judges.hpp"
 
 #include <algorithm>
 #include <cstddef>

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "nanlocator/locate/decision.hpp"
+#include "nanlocator/verdict/decision.hpp"
 
 namespace nanlocator::inline locate_room {
 namespace {

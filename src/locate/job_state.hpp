@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "locate/evidence.hpp"
-#include "nanlocator/locate/verdict.hpp"
+#include "incident/incident.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline locate_room {
 

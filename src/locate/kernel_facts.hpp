@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "nanlocator/locate/fact.hpp"
 #include "nanlocator/record/birth.hpp"
+#include "nanlocator/verdict/fact.hpp"
 
 namespace nanlocator::inline locate_room {
 

@@ -1,4 +1,4 @@
-#include "locate/left_gradients.hpp"
+#include "locate/judges.hpp"
 
 #include <algorithm>
 #include <cstdint>

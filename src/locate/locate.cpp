@@ -8,16 +8,12 @@
 #include <string_view>
 #include <utility>
 
-#include "locate/bad_weights.hpp"
-#include "locate/collective_results.hpp"
-#include "locate/divergence.hpp"
+#include "incident/findings.hpp"
 #include "locate/events/events.hpp"
-#include "locate/findings.hpp"
 #include "locate/job_state.hpp"
-#include "locate/left_gradients.hpp"
-#include "locate/races.hpp"
+#include "locate/judges.hpp"
 #include "locate/rerun_facts.hpp"
-#include "nanlocator/locate/cause_table.hpp"
+#include "nanlocator/verdict/cause_table.hpp"
 
 namespace nanlocator::inline locate_room {
 namespace {
@@ -45,7 +41,7 @@ class Locator {
     judge_left_gradients(incident, verdict_.origins);
     judge_divergence(incident, verdict_.origins);
     judge_bad_weights(findings_, verdict_.origins);
-    compare_collective_results(incident, verdict_.origins);
+    judge_collective_results(incident, verdict_.origins);
     judge_races(incident, verdict_.rerun, verdict_.origins);
     for (Origin& origin : verdict_.origins) complete(origin);
     describe_job();

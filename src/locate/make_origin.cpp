@@ -2,6 +2,8 @@
 
 #include <optional>
 
+#include "locate/origin_facts.hpp"
+
 namespace nanlocator::inline locate_room {
 namespace {
 
@@ -37,6 +39,12 @@ void set_candidates(Origin& origin, const Incident& incident, const std::vector<
     }
   }
   origin.data_parallel_replica = shared_replica(incident, candidates);
+}
+
+void set_parameter(Origin& origin, const std::string& name, const Sighting& sighting) {
+  origin.parameter = name;
+  origin.chunk = sighting.chunk;
+  origin.tensor = tensor_of(sighting);
 }
 
 }  // namespace nanlocator::inline locate_room

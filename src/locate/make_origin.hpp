@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "locate/evidence.hpp"
-#include "nanlocator/locate/verdict.hpp"
+#include "incident/incident.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline locate_room {
 
@@ -19,5 +19,8 @@ namespace nanlocator::inline locate_room {
 
 /// Replaces the candidates and everything derived from them.
 void set_candidates(Origin& origin, const Incident& incident, const std::vector<int>& candidates);
+
+/// Names the parameter that was seen bad.
+void set_parameter(Origin& origin, const std::string& name, const Sighting& sighting);
 
 }  // namespace nanlocator::inline locate_room

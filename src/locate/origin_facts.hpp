@@ -9,9 +9,9 @@
 #include <string_view>
 #include <vector>
 
-#include "locate/evidence.hpp"
-#include "nanlocator/locate/verdict.hpp"
+#include "incident/incident.hpp"
 #include "nanlocator/record/sighting.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline locate_room {
 

@@ -1,11 +1,11 @@
-#include "locate/races.hpp"
+#include "locate/judges.hpp"
 
 #include <algorithm>
 #include <iterator>
 #include <set>
 #include <utility>
 
-#include "locate/unordered_facts.hpp"
+#include "verdict/unordered_facts.hpp"
 
 namespace nanlocator::inline locate_room {
 namespace {

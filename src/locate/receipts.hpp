@@ -1,8 +1,8 @@
 // Births that came out of a collective of the re-run.
 #pragma once
 
+#include "incident/incident.hpp"
 #include "locate/birth_facts.hpp"
-#include "locate/evidence.hpp"
 
 namespace nanlocator::inline locate_room {
 

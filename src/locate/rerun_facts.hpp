@@ -1,8 +1,8 @@
 // The step's re-run as a whole: its outcome, and what that says about every origin.
 #pragma once
 
-#include "locate/evidence.hpp"
-#include "nanlocator/locate/verdict.hpp"
+#include "incident/incident.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline locate_room {
 

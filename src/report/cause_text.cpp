@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cctype>
 
-#include "locate/unordered_facts.hpp"
-#include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/report/sentences.hpp"
+#include "nanlocator/verdict/cause_table.hpp"
 #include "report/places.hpp"
 #include "report/words.hpp"
+#include "verdict/unordered_facts.hpp"
 
 namespace nanlocator::inline report_room {
 namespace {

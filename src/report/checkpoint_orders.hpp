@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 #include "report/orders.hpp"
 
 namespace nanlocator::inline report_room {

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline report_room {
 

@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "files/json_fields.hpp"
-#include "nanlocator/locate/fact.hpp"
+#include "nanlocator/verdict/fact.hpp"
 
 namespace nanlocator::inline report_room {
 

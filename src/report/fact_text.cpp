@@ -4,9 +4,9 @@
 #include <cmath>
 #include <functional>
 
-#include "locate/unordered_facts.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 #include "report/words.hpp"
+#include "verdict/unordered_facts.hpp"
 
 namespace nanlocator::inline report_room {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "files/printable.hpp"
 #include "files/text.hpp"
-#include "nanlocator/locate/cause_table.hpp"
+#include "nanlocator/verdict/cause_table.hpp"
 #include "report/cause_text.hpp"
 #include "report/fact_text.hpp"
 #include "report/words.hpp"

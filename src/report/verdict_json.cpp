@@ -10,9 +10,9 @@
 
 #include "files/json_fields.hpp"
 #include "map/coordinates_json.hpp"
-#include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/report/narrative.hpp"
 #include "nanlocator/report/sentences.hpp"
+#include "nanlocator/verdict/cause_table.hpp"
 #include "record/birth_json.hpp"
 #include "record/rerun_variant_json.hpp"
 #include "record/sighting_json.hpp"

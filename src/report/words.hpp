@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline report_room {
 

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "nanlocator/locate/decision.hpp"
 #include "nanlocator/step/loaded_checkpoint.hpp"
+#include "nanlocator/verdict/decision.hpp"
 #include "report/checkpoint_orders.hpp"
 #include "report/orders.hpp"
 #include "step/rank_logs.hpp"

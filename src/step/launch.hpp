@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/step/locator_options.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline step_room {
 

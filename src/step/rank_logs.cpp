@@ -8,8 +8,8 @@
 #include <system_error>
 #include <utility>
 
-#include "nanlocator/locate/decision.hpp"
 #include "nanlocator/report/read_run.hpp"
+#include "nanlocator/verdict/decision.hpp"
 
 namespace nanlocator::inline step_room {
 namespace {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "nanlocator/agree/rank_monitor.hpp"
-#include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline step_room {
 

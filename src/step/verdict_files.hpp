@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "nanlocator/agree/rank_monitor.hpp"
-#include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 #include "step/run_directory.hpp"
 
 namespace nanlocator::inline step_room {

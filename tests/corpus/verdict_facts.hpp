@@ -3,7 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::corpus {
 

@@ -8,7 +8,6 @@
 #include <random>
 
 #include "locate/training_simulator.hpp"
-#include "nanlocator/error.hpp"
 #include "support/fact_matchers.hpp"
 
 namespace nanlocator {
@@ -723,16 +722,6 @@ TEST(Locate, WithoutLocalEvidenceTheReducedGradientsStillNameTheParameter) {
   EXPECT_EQ(verdict.origins.front().parameter, kQkv);
   EXPECT_THAT(verdict.origins.front().candidates, ElementsAre(0, 1, 2, 3));
   EXPECT_EQ(verdict.origins.front().place_confidence, Confidence::low);
-}
-
-TEST(Locate, LedgersThatDoNotBelongTogetherAreRefused) {
-  std::vector<Ledger> ledgers = TrainingStep({.dp = 2}, {}).ledgers();
-  EXPECT_THROW((void)locate(ledgers, 1), UsageError);
-  auto twice = ledgers;
-  twice.push_back(twice.front());
-  EXPECT_THROW((void)locate(twice, 2), UsageError);
-  ledgers[1].iteration = 8;
-  EXPECT_THROW((void)locate(ledgers, 2), AgreementError);
 }
 
 TEST(Locate, NoLedgerAtAllIsNoCleanBillOfHealth) {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "locate/simulated_job.hpp"
+#include "incident/simulated_job.hpp"
 #include "nanlocator/locate/locate.hpp"
 #include "support/fact_matchers.hpp"
 

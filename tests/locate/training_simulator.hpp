@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "locate/simulated_job.hpp"
+#include "incident/simulated_job.hpp"
 #include "locate/simulated_transformer.hpp"
 #include "nanlocator/record/ledger.hpp"
 

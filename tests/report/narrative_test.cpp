@@ -7,8 +7,8 @@
 #include <set>
 
 #include "nanlocator/error.hpp"
-#include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/report/terminal.hpp"
+#include "nanlocator/verdict/cause_table.hpp"
 #include "report/phrasebook.hpp"
 
 namespace nanlocator {

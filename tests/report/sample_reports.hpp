@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/report/run_report.hpp"
+#include "nanlocator/verdict/cause_table.hpp"
 
 namespace nanlocator::testing {
 

@@ -3,8 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "nanlocator/locate/cause_table.hpp"
 #include "nanlocator/locate/locate.hpp"
+#include "nanlocator/verdict/cause_table.hpp"
 #include "report/fact_text.hpp"
 
 namespace nanlocator {

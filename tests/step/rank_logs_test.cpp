@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "nanlocator/locate/decision.hpp"
+#include "nanlocator/verdict/decision.hpp"
 #include "temporary_folder.hpp"
 
 namespace nanlocator {

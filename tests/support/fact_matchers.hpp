@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "nanlocator/locate/fact.hpp"
+#include "nanlocator/verdict/fact.hpp"
 
 namespace nanlocator {
 

@@ -11,8 +11,8 @@
 
 #include <span>
 
-#include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/record/ledger.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline locate_room {
 

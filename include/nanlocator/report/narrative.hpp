@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline report_room {
 

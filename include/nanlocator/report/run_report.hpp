@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/record/history.hpp"
 #include "nanlocator/record/ledger.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline report_room {
 

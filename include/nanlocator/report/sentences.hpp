@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline report_room {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <string_view>
 
-#include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline report_room {
 

@@ -21,11 +21,11 @@
 #include <vector>
 
 #include "nanlocator/gradients/gradient_scanner.hpp"
-#include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/map/parameter_map.hpp"
 #include "nanlocator/operators/operator_trace.hpp"
 #include "nanlocator/record/bundle.hpp"
 #include "nanlocator/replay/kernel_replay.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline step_room {
 

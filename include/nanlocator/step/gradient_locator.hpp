@@ -16,10 +16,10 @@
 #include "nanlocator/agree/communicator.hpp"
 #include "nanlocator/error.hpp"
 #include "nanlocator/gradients/gradient_scanner.hpp"
-#include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/map/parameter_map.hpp"
 #include "nanlocator/record/bundle.hpp"
 #include "nanlocator/step/locator_options.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline replay_room {
 class StorageCollector;

@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "nanlocator/files/names.hpp"
-#include "nanlocator/locate/verdict.hpp"
 #include "nanlocator/record/bundle.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline step_room {
 

@@ -23,7 +23,7 @@ class Collective:
     only_root_sends: bool = False
     only_root_receives: bool = False
     # The result holds the inputs of all members. Each member scans its own input, and a bad input has arrived
-    # everywhere (src/locate/crossings.cpp). Scanning the result took 2 % of a step of Llama-3 70B at TP4
+    # everywhere (src/incident/crossings.cpp). Scanning the result took 2 % of a step of Llama-3 70B at TP4
     # (tools/bench plan).
     is_gather: bool = False
 

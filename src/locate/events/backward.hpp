@@ -15,7 +15,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "locate/evidence.hpp"
+#include "incident/incident.hpp"
 
 namespace nanlocator::inline locate_room::events {
 

@@ -1,5 +1,5 @@
 // Sources among values that crossed between ranks, and losses. Edges: program order on a rank, and
-// the exchange in a collective or message (locate/crossings.hpp has both).
+// the exchange in a collective or message (incident/crossings.hpp has both).
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -12,6 +12,7 @@
 
 #include "locate/events/events.hpp"
 #include "locate/events/fold.hpp"
+#include "locate/make_origin.hpp"
 #include "locate/origin_facts.hpp"
 
 namespace nanlocator::inline locate_room::events {

@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "locate/findings.hpp"
-#include "nanlocator/locate/verdict.hpp"
+#include "incident/findings.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator::inline locate_room::events {
 

@@ -9,6 +9,7 @@
 
 #include "locate/events/backward.hpp"
 #include "locate/events/events.hpp"
+#include "locate/make_origin.hpp"
 #include "locate/origin_facts.hpp"
 
 namespace nanlocator::inline locate_room::events {
@@ -228,7 +229,7 @@ class Gradients {
       add_stretch_facts(origin, lane, flow, name);
     }
     if (!lane.is_order_observed) facts.push_back({.kind = FactKind::order_not_observed});
-    if (is_blind_) seen_.add_missing_evidence(origin, places_, phase_);
+    if (is_blind_) add_blind(origin);
     facts.push_back({.kind = FactKind::missing_activations});
     if (phase_ != Phase::grad_local) leave_out_finite_replicas(origin, flow);
     sources_.add({.origin = std::move(origin), .site = Site::flow});
@@ -302,6 +303,12 @@ class Gradients {
     keep(with_bad_loss, {.kind = FactKind::other_losses_finite,
                          .ranks = sorted(ranks_with_bad_loss),
                          .count = bad_values});
+  }
+
+  void add_blind(Origin& origin) const {
+    origin.facts.push_back({.kind = FactKind::no_whole_answer,
+                            .ranks = sorted(seen_.blind_ranks(places_, phase_)),
+                            .phase = phase_});
   }
 
   // ---- single gradients ----
@@ -443,7 +450,7 @@ class Gradients {
       facts.push_back({.kind = FactKind::left_out_of_norm});
     }
     if (auto near = near_overflow(*step.sighting)) facts.push_back(*std::move(near));
-    if (is_blind_) seen_.add_missing_evidence(origin, places_, phase_);
+    if (is_blind_) add_blind(origin);
     facts.push_back({.kind = FactKind::missing_gradient_inputs});
     sources_.add({.origin = std::move(origin), .site = Site::gradient});
   }
@@ -555,18 +562,15 @@ void add_shared_gradients(const Findings& seen, const Crossed& crossed,
   // Bad weights are taken as the cause.
   if (keys.empty() || !seen.bad(Phase::params_before).empty()) return;
   Places places;
-  std::set<int> blind(seen.incident().unplaced().begin(), seen.incident().unplaced().end());
-  for (const Place& place : seen.incident().places()) {
-    places.push_back(&place);
-    if (Findings::is_blind(place, Phase::grad_local)) blind.insert(place.rank);
-  }
+  for (const Place& place : seen.incident().places()) places.push_back(&place);
   const std::size_t first_new = sources.all().size();
   Gradients gradients(seen, crossed, phase, places, sources);
   gradients.add_shared_lane(keys);
   gradients.find();
+  const std::vector<int> blind = sorted(seen.blind_ranks(places, Phase::grad_local));
   for (std::size_t i = first_new; i < sources.all().size(); ++i) {
     sources.all()[i].origin.facts.push_back(
-        {.kind = FactKind::unseen_before, .ranks = sorted(blind), .phase = phase});
+        {.kind = FactKind::unseen_before, .ranks = blind, .phase = phase});
   }
 }
 

@@ -3,6 +3,7 @@
 // gradient or their norm to every weight.
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <map>
 #include <set>
 #include <string>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "locate/events/events.hpp"
+#include "locate/make_origin.hpp"
 #include "locate/origin_facts.hpp"
 
 namespace nanlocator::inline locate_room::events {
@@ -54,6 +56,21 @@ Origin origin_on(const Findings& seen, Phase phase, Cause cause, Confidence conf
   return origin;
 }
 
+/// That the others received it from its owners, if it has owners.
+void add_gathered(Origin& origin, const std::set<int>& owners, const std::set<int>& ranks) {
+  std::set<int> receivers;
+  std::ranges::set_difference(ranks, owners, std::inserter(receivers, receivers.end()));
+  if (owners.empty() || receivers.empty()) return;
+  origin.facts.push_back(
+      {.kind = FactKind::gathered_from_owner, .ranks = sorted(owners), .peers = sorted(receivers)});
+}
+
+/// Names the ranks that could have said more, if any.
+void add_blind(Origin& origin, const std::set<int>& blind) {
+  if (blind.empty()) return;
+  origin.facts.push_back({.kind = FactKind::silent_here, .ranks = sorted(blind)});
+}
+
 /// Other copies of a weight, for which every rank scanned all of its elements.
 std::set<int> ranks_with_clean_weight(const Findings& seen, const ParameterKey& key,
                                       const std::string& name) {
@@ -91,7 +108,7 @@ Source weight_source(const Findings& seen, const ParameterKey& key, const BadLis
   facts.push_back({.kind = FactKind::parameter_bad_before,
                    .ranks = sorted(ranks),
                    .bad = bad_count(bad.front().bad->sighting->stats)});
-  add_gathered_evidence(origin, is_sharded ? makers : owners, is_sharded ? gathering : ranks);
+  add_gathered(origin, is_sharded ? makers : owners, is_sharded ? gathering : ranks);
   if (is_left || (is_sharded && clean.empty())) {
     facts.push_back({.kind = FactKind::owner_is_left, .ranks = sorted(makers)});
   } else if (!clean.empty()) {
@@ -102,7 +119,7 @@ Source weight_source(const Findings& seen, const ParameterKey& key, const BadLis
   } else {
     facts.push_back({.kind = FactKind::no_copy_elsewhere});
   }
-  add_blind_evidence(origin, blind);
+  add_blind(origin, blind);
   return {.origin = std::move(origin), .site = Site::weight};
 }
 
@@ -354,7 +371,7 @@ class Reductions {
                             .bad = bad_count(read.first->front().bad->sighting->stats)});
     origin.facts.push_back(
         {.kind = FactKind::between_reduction_and_norm, .other_ranks = is_shared});
-    add_blind_evidence(origin, blind);
+    add_blind(origin, blind);
     sources_.add({.origin = std::move(origin), .since = Part::late});
   }
 
@@ -489,7 +506,7 @@ void add_updated(const Findings& seen, const Updated& updated, const std::set<in
     origin.facts.back().phase = Phase::params_after;
   }
   add_unknown_gradients(origin, unknown);
-  add_gathered_evidence(origin, owners, ranks);
+  add_gathered(origin, owners, ranks);
   origin.facts.push_back({.kind = FactKind::update_is_left, .other_ranks = owners.empty()});
   sources.add({.origin = std::move(origin), .since = Part::late});
 }

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "locate/simulated_job.hpp"
+#include "incident/simulated_job.hpp"
 #include "nanlocator/record/birth.hpp"
 
 namespace nanlocator::pipeline {

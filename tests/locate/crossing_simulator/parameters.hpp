@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "locate/simulated_job.hpp"
+#include "incident/simulated_job.hpp"
 #include "nanlocator/record/ledger.hpp"
 
 namespace nanlocator::pipeline {

@@ -14,12 +14,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "incident/simulated_job.hpp"
 #include "locate/crossing_simulator/fault.hpp"
 #include "locate/crossing_simulator/observer.hpp"
 #include "locate/crossing_simulator/parameters.hpp"
 #include "locate/crossing_simulator/reduction.hpp"
 #include "locate/crossing_simulator/strikes.hpp"
-#include "locate/simulated_job.hpp"
 #include "nanlocator/record/ledger.hpp"
 
 namespace nanlocator::pipeline {

@@ -4,10 +4,10 @@
 
 #include <vector>
 
+#include "incident/simulated_job.hpp"
 #include "locate/crossing_simulator/fault.hpp"
 #include "locate/crossing_simulator/observer.hpp"
 #include "locate/crossing_simulator/parameters.hpp"
-#include "locate/simulated_job.hpp"
 
 namespace nanlocator::pipeline {
 

@@ -6,12 +6,12 @@
 #include <string>
 #include <tuple>
 
+#include "incident/simulated_job.hpp"
 #include "locate/crossing_simulator/exchange.hpp"
 #include "locate/crossing_simulator/observer.hpp"
 #include "locate/crossing_simulator/place.hpp"
 #include "locate/crossing_simulator/strikes.hpp"
 #include "locate/crossing_simulator/tokens.hpp"
-#include "locate/simulated_job.hpp"
 
 namespace nanlocator::pipeline {
 

@@ -3,7 +3,7 @@
 // sequence of its own.
 #pragma once
 
-#include "locate/simulated_job.hpp"
+#include "incident/simulated_job.hpp"
 #include "locate/simulated_transformer.hpp"
 
 namespace nanlocator::pipeline {

@@ -7,7 +7,7 @@
 
 #include "nanlocator/files/names.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline verdict_room {
 
 enum class Cause {
   bad_weight,
@@ -301,4 +301,4 @@ enum class Refutation {
        "unwatched_receipt",   "earlier_in_step",     "earlier_phase"});
 }
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline verdict_room

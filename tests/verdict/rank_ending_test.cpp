@@ -1,4 +1,4 @@
-#include "nanlocator/locate/rank_ending.hpp"
+#include "nanlocator/verdict/rank_ending.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "nanlocator/locate/rank_ending.hpp"
+#include "nanlocator/verdict/rank_ending.hpp"
 
 #include <algorithm>
 #include <cctype>
@@ -8,7 +8,7 @@
 
 #include "files/printable.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline verdict_room {
 namespace {
 
 constexpr std::size_t kMostBytes = 200;
@@ -161,4 +161,4 @@ std::vector<RankEnding> endings_in(std::string_view log, std::span<const int> ra
   return endings;
 }
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline verdict_room

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline verdict_room {
 
 /// In the order in which one of several ranks' endings decides, the last first.
 enum class EndingKind : std::uint8_t {
@@ -39,4 +39,4 @@ struct RankEnding {
 /// which it says nothing are left out. At most 200 bytes of a line are kept.
 [[nodiscard]] std::vector<RankEnding> endings_in(std::string_view log, std::span<const int> ranks);
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline verdict_room

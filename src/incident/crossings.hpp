@@ -17,10 +17,10 @@
 #include <utility>
 #include <vector>
 
-#include "locate/evidence.hpp"
+#include "incident/incident.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline incident_room {
 
 /// One collective, or one message between two ranks. Indices are into Crossings::events().
 struct Meeting {
@@ -120,4 +120,4 @@ class Crossings {
   std::set<std::pair<std::size_t, std::int64_t>> bad_gathers_;  // group, sequence
 };
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline incident_room

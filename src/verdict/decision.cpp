@@ -1,4 +1,4 @@
-#include "nanlocator/locate/decision.hpp"
+#include "nanlocator/verdict/decision.hpp"
 
 #include <algorithm>
 #include <iterator>
@@ -6,9 +6,9 @@
 #include <string>
 #include <utility>
 
-#include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline verdict_room {
 namespace {
 
 template <FactKind... kinds>
@@ -408,4 +408,4 @@ JobDecision decide(const Verdict& verdict, std::span<const Verdict> earlier) {
   return decision;
 }
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline verdict_room

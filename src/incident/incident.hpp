@@ -16,7 +16,7 @@
 
 #include "nanlocator/record/ledger.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline incident_room {
 
 /// A rank's finding on a parameter in a phase. `unknown`: not scanned, or the ledger was cut off.
 enum class Status : std::uint8_t { unknown, clean, bad };
@@ -125,4 +125,4 @@ class Incident {
   bool is_order_observed_ = true;
 };
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline incident_room

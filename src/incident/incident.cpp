@@ -1,4 +1,4 @@
-#include "locate/evidence.hpp"
+#include "incident/incident.hpp"
 
 #include <algorithm>
 #include <unordered_set>
@@ -7,7 +7,7 @@
 #include "map/rank_order.hpp"
 #include "nanlocator/error.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline incident_room {
 
 namespace {
 
@@ -222,4 +222,4 @@ const RankEvidence* Incident::find(int rank) const {
   return found != ranks_.end() && found->rank() == rank ? &*found : nullptr;
 }
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline incident_room

@@ -1,8 +1,8 @@
-#include "nanlocator/locate/fact.hpp"
+#include "nanlocator/verdict/fact.hpp"
 
 #include <algorithm>
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline verdict_room {
 
 BadCount bad_count(const TensorStats& stats) noexcept {
   return {stats.nan, stats.pos_inf, stats.neg_inf, stats.numel};
@@ -17,4 +17,4 @@ bool has_fact(const Facts& facts, FactKind kind) noexcept {
   return find_fact(facts, kind) != nullptr;
 }
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline verdict_room

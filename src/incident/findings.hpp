@@ -10,11 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "locate/crossings.hpp"
-#include "locate/evidence.hpp"
-#include "locate/make_origin.hpp"
+#include "incident/crossings.hpp"
+#include "incident/incident.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline incident_room {
 
 /// Identifies a parameter across ranks: tensor-parallel duplicates over tp, tied parameters over
 /// the pipeline (their gradients are reduced there, in parallel with the data-parallel reduction).
@@ -76,7 +75,8 @@ class Findings {
   /// Ranks that may hold `key` and did not report it in `phase`.
   [[nodiscard]] std::set<int> blind_holders(const ParameterKey& key, Phase phase) const;
   [[nodiscard]] bool is_anyone_blind(const Places& places, Phase phase) const;
-  void add_missing_evidence(Origin& origin, const Places& places, Phase phase) const;
+  /// The unplaced ranks, and those among `places` that did not report the phase.
+  [[nodiscard]] std::set<int> blind_ranks(const Places& places, Phase phase) const;
   /// The ranks that gather a sharded parameter, including `rank`; empty if it is whole.
   [[nodiscard]] std::vector<int> shard_group_of(const RankEvidence& rank,
                                                 const BadParameter& bad) const;
@@ -106,10 +106,5 @@ class Findings {
 /// The ranks among them whose optimizer updates the bad elements; the others receive these in the
 /// all-gather of parameters. Empty if parameters are not sharded.
 [[nodiscard]] std::set<int> owners_of(const std::vector<BadOnRank>& bad);
-/// Adds that the non-owners received it from the owners; adds nothing if there are no owners.
-void add_gathered_evidence(Origin& origin, const std::set<int>& owners, const std::set<int>& ranks);
-void set_parameter(Origin& origin, const std::string& name, const Sighting& sighting);
-/// Names the ranks that could have said more, if any.
-void add_blind_evidence(Origin& origin, const std::set<int>& blind);
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline incident_room

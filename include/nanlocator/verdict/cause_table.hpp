@@ -4,9 +4,9 @@
 
 #include <vector>
 
-#include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline verdict_room {
 
 struct ActionRule {
   Action action;
@@ -29,4 +29,4 @@ struct CauseRow {
 /// confidence in the cause, alternatives. Runs last on an origin.
 void complete(Origin& origin);
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline verdict_room

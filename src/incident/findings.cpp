@@ -1,13 +1,11 @@
-#include "locate/findings.hpp"
+#include "incident/findings.hpp"
 
 #include <algorithm>
 #include <array>
 #include <iterator>
 #include <limits>
 
-#include "locate/origin_facts.hpp"
-
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline incident_room {
 
 ParameterKey key_of(const RankEvidence& rank, const BadParameter& bad) {
   ParameterKey key{bad.name, rank.coordinates().tp.rank, rank.coordinates().pp.rank};
@@ -138,11 +136,7 @@ bool Findings::is_blind(const Place& place, Phase phase) {
 }
 
 std::set<int> Findings::blind_holders(const ParameterKey& key, Phase phase) const {
-  std::set<int> blind(incident_.unplaced().begin(), incident_.unplaced().end());
-  for (const Place* place : holders_of(key)) {
-    if (is_blind(*place, phase)) blind.insert(place->rank);
-  }
-  return blind;
+  return blind_ranks(holders_of(key), phase);
 }
 
 bool Findings::is_anyone_blind(const Places& places, Phase phase) const {
@@ -150,13 +144,12 @@ bool Findings::is_anyone_blind(const Places& places, Phase phase) const {
          std::ranges::any_of(places, [&](const Place* place) { return is_blind(*place, phase); });
 }
 
-void Findings::add_missing_evidence(Origin& origin, const Places& places, Phase phase) const {
+std::set<int> Findings::blind_ranks(const Places& places, Phase phase) const {
   std::set<int> blind(incident_.unplaced().begin(), incident_.unplaced().end());
   for (const Place* place : places) {
     if (is_blind(*place, phase)) blind.insert(place->rank);
   }
-  origin.facts.push_back(
-      {.kind = FactKind::no_whole_answer, .ranks = sorted(blind), .phase = phase});
+  return blind;
 }
 
 std::vector<int> sorted(const std::set<int>& ranks) {
@@ -169,11 +162,6 @@ std::set<int> ranks_of(const std::vector<BadOnRank>& bad) {
   return ranks;
 }
 
-void add_blind_evidence(Origin& origin, const std::set<int>& blind) {
-  if (blind.empty()) return;
-  origin.facts.push_back({.kind = FactKind::silent_here, .ranks = sorted(blind)});
-}
-
 std::set<int> owners_of(const std::vector<BadOnRank>& bad) {
   std::set<int> owners;
   for (const BadOnRank& each : bad) {
@@ -182,19 +170,4 @@ std::set<int> owners_of(const std::vector<BadOnRank>& bad) {
   return owners;
 }
 
-void add_gathered_evidence(Origin& origin, const std::set<int>& owners,
-                           const std::set<int>& ranks) {
-  std::set<int> receivers;
-  std::ranges::set_difference(ranks, owners, std::inserter(receivers, receivers.end()));
-  if (owners.empty() || receivers.empty()) return;
-  origin.facts.push_back(
-      {.kind = FactKind::gathered_from_owner, .ranks = sorted(owners), .peers = sorted(receivers)});
-}
-
-void set_parameter(Origin& origin, const std::string& name, const Sighting& sighting) {
-  origin.parameter = name;
-  origin.chunk = sighting.chunk;
-  origin.tensor = tensor_of(sighting);
-}
-
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline incident_room

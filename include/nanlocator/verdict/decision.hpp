@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "nanlocator/files/names.hpp"
-#include "nanlocator/locate/cause.hpp"
-#include "nanlocator/locate/fact.hpp"
+#include "nanlocator/verdict/cause.hpp"
+#include "nanlocator/verdict/fact.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline verdict_room {
 
 struct Origin;
 struct Verdict;
@@ -82,4 +82,4 @@ void follow(const Verdict& deciding, Verdict& verdict);
 /// `earlier`: the last verdict of each earlier attempt of this run, in any order.
 [[nodiscard]] JobDecision decide(const Verdict& verdict, std::span<const Verdict> earlier = {});
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline verdict_room

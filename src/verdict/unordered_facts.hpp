@@ -1,10 +1,10 @@
 // The kinds of facts about an operator that used memory concurrently with something else.
 #pragma once
 
-#include "nanlocator/locate/fact.hpp"
 #include "nanlocator/record/unordered_access.hpp"
+#include "nanlocator/verdict/fact.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline verdict_room {
 
 /// For a write and for a read, by the concurrent user of the memory.
 inline constexpr FactKind kUnordered[kNames<Concurrent>.size()][2] = {
@@ -23,4 +23,4 @@ inline constexpr FactKind kUnordered[kNames<Concurrent>.size()][2] = {
   return write != nullptr ? write : find_fact(facts, unordered_kind(other, false));
 }
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline verdict_room

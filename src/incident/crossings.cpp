@@ -1,4 +1,4 @@
-#include "locate/crossings.hpp"
+#include "incident/crossings.hpp"
 
 #include <algorithm>
 #include <array>
@@ -6,7 +6,7 @@
 #include <set>
 #include <utility>
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline incident_room {
 namespace {
 
 constexpr std::size_t kMostUnseenLanes = 64;
@@ -308,4 +308,4 @@ UnseenReceipt Crossings::unseen_before(const BoundaryEvent& event) const {
   return unseen;
 }
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline incident_room

@@ -1,12 +1,12 @@
-#include "nanlocator/locate/cause_table.hpp"
+#include "nanlocator/verdict/cause_table.hpp"
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
 
-#include "locate/unordered_facts.hpp"
+#include "verdict/unordered_facts.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline verdict_room {
 namespace {
 
 bool always(const Origin&) {
@@ -503,4 +503,4 @@ void complete(Origin& origin) {
   }
 }
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline verdict_room

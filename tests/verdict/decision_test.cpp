@@ -1,10 +1,10 @@
-#include "nanlocator/locate/decision.hpp"
+#include "nanlocator/verdict/decision.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "nanlocator/locate/cause_table.hpp"
-#include "nanlocator/locate/verdict.hpp"
+#include "nanlocator/verdict/cause_table.hpp"
+#include "nanlocator/verdict/verdict.hpp"
 
 namespace nanlocator {
 namespace {

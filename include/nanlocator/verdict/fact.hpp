@@ -12,11 +12,11 @@
 #include <utility>
 #include <vector>
 
-#include "nanlocator/locate/cause.hpp"
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/sighting.hpp"
+#include "nanlocator/verdict/cause.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline verdict_room {
 
 /// One list for the enumerators and their names in JSON. docs/formats.md has each kind's arguments.
 #define NANLOCATOR_FACT_KINDS(FACT)                                           \
@@ -312,4 +312,4 @@ using Facts = std::vector<Fact>;
 [[nodiscard]] const Fact* find_fact(const Facts& facts, FactKind kind) noexcept;
 [[nodiscard]] bool has_fact(const Facts& facts, FactKind kind) noexcept;
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline verdict_room

@@ -7,16 +7,16 @@
 #include <string>
 #include <vector>
 
-#include "nanlocator/locate/cause.hpp"
-#include "nanlocator/locate/decision.hpp"
-#include "nanlocator/locate/fact.hpp"
-#include "nanlocator/locate/rank_ending.hpp"
 #include "nanlocator/map/rank_coordinates.hpp"
 #include "nanlocator/record/birth.hpp"
 #include "nanlocator/record/rerun_variant.hpp"
 #include "nanlocator/record/sighting.hpp"
+#include "nanlocator/verdict/cause.hpp"
+#include "nanlocator/verdict/decision.hpp"
+#include "nanlocator/verdict/fact.hpp"
+#include "nanlocator/verdict/rank_ending.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline verdict_room {
 
 enum class VerdictStatus {
   clean,    // nothing bad
@@ -203,4 +203,4 @@ struct Verdict {
 /// The coordinates of a rank that the layout mentions; null for another.
 [[nodiscard]] const RankCoordinates* find_mentioned(const Verdict& verdict, int rank) noexcept;
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline verdict_room
