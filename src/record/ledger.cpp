@@ -53,7 +53,8 @@ constexpr auto json_fields(const CrossingCoverage*) {
                     JsonAdded(JsonField("not_looked_at", &C::not_scanned)),
                     JsonAdded(JsonField("is_unseen_by_member", &C::is_unseen_by_member)),
                     JsonAdded(JsonField("has_unwatched", &C::has_unwatched)),
-                    JsonOmitEmpty("watches_weights", &C::watches_weights));
+                    JsonOmitEmpty("watches_weights", &C::watches_weights),
+                    JsonOmitEmpty("watches_gradients", &C::watches_gradients));
 }
 
 constexpr auto json_fields(const Microbatch*) {

@@ -152,8 +152,11 @@ std::string suspect_text(Suspect suspect, const Origin& origin) {
     case Suspect::last_update:
       return "the update of the step before";
     case Suspect::writer:
-      return origin.cause == Cause::memory_corruption
-                 ? "code that writes to it without PyTorch's operators"
+      if (origin.cause == Cause::memory_corruption) {
+        return "code that writes to it without PyTorch's operators";
+      }
+      return origin.phase == Phase::grad_reduced || origin.phase == Phase::grad_norm
+                 ? "code that writes to it after the reduction"
                  : "code that writes to it between steps";
     case Suspect::upstream:
       return "what made the inputs so large";
@@ -472,7 +475,10 @@ std::string title_of(const Origin& origin) {
       (origin.cause == Cause::unknown && origin.detail != Detail::none) ||
       origin.detail == Detail::made_earlier || origin.detail == Detail::rewritten;
   std::string title = has_own_title ? title_of(origin.detail) : "";
-  if (origin.cause == Cause::collective_result && has_fact(origin.facts, FactKind::happened_once)) {
+  if (has_fact(origin.facts, FactKind::not_seen_on_arrival)) {
+    title = "bad after a reduction of finite values";
+  } else if (origin.cause == Cause::collective_result &&
+             has_fact(origin.facts, FactKind::happened_once)) {
     title = "collective that returned wrong values, once";
   }
   if (title.empty() && origin.cause == Cause::bad_buffer && origin.parameter.empty()) {

@@ -87,6 +87,7 @@ std::string error_code_of(const Origin& origin) {
     case Cause::race:
       return "race";
     case Cause::collective_result:
+      if (has_fact(origin.facts, FactKind::not_seen_on_arrival)) return "reduced_wrong";
       return has_fact(origin.facts, FactKind::members_got_other_values) ? "collective_differs"
                                                                         : "collective_wrong";
     case Cause::collective_sum:

@@ -729,6 +729,8 @@ std::string plain_text(const Fact& fact) {
     case only_owner_keeps_sum:
       return "only the owner of these elements (" + ranks_text(fact.ranks) +
              ") keeps their sum: it and every rank that sent to it are possible";
+    case not_seen_on_arrival:
+      return "nobody looked at the sum when it arrived: code that wrote to it later looks the same";
     case nobody_else_holds_it:
       return "no other rank holds it: nothing was received in between, it was written or damaged "
              "on this rank";
@@ -793,9 +795,12 @@ std::string plain_text(const Fact& fact) {
              "one flow through backward";
     case between_reduction_and_norm:
       return fact.other_ranks
-                 ? "between the two lie unscaling, the optimizer's copy, and the reduction of tied "
-                   "embeddings or tensor-parallel duplicates, which this parameter takes part in"
-                 : "between the two lie unscaling and the optimizer's copy";
+                 ? "between the two lie what the loop does to it, unscaling, the optimizer's copy, "
+                   "and "
+                   "the reduction of tied embeddings or tensor-parallel duplicates, which this "
+                   "parameter takes part in"
+                 : "between the two lie what the loop does to it, unscaling, and the optimizer's "
+                   "copy";
     case update_is_left:
       return fact.other_ranks ? "left are the update itself, the optimizer's state, and the "
                                 "all-gather of updated parameters (distributed optimizer)"

@@ -440,6 +440,10 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   if (origin.cause == Cause::collective_result && has<FactKind::happened_once>(origin)) {
     left.push_back(Suspect::early_reuse);
   }
+  if (has<FactKind::not_seen_on_arrival>(origin) ||
+      (origin.cause == Cause::not_reproduced && has<FactKind::clean_after_reduction>(origin))) {
+    left.push_back(Suspect::writer);
+  }
   if (origin.cause == Cause::operator_overflow && has<FactKind::did_not_climb>(origin)) {
     left.push_back(Suspect::upstream);
   }

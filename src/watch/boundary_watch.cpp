@@ -57,6 +57,7 @@ struct Count {
   std::vector<int> not_scanned;  // sequence numbers
   bool is_unseen_by_member = false;
   bool watches_weights = false;
+  bool watches_gradients = false;
 
   void begin_pass() {
     first = finished = begun;
@@ -388,7 +389,8 @@ struct BoundaryWatch::Impl {
             std::move(not_scanned),
             count.is_unseen_by_member,
             lane.direction == Direction::collective && group.has_unwatched,
-            count.watches_weights};
+            count.watches_weights,
+            count.watches_gradients};
   }
 };
 
@@ -478,7 +480,11 @@ void BoundaryWatch::finish(CrossingId crossing, std::span<const at::Tensor> rece
   impl_->see(crossing, /*is_received=*/true, received);
   const auto& record = impl_->record_of(crossing);
   impl_->keep_result(record, received);
-  impl_->counts[record.lane].watches_weights |= record.place.carries_weights && !received.empty();
+  if (!received.empty()) {
+    Count& count = impl_->counts[record.lane];
+    count.watches_weights |= record.place.carries_weights;
+    count.watches_gradients |= record.place.phase == Phase::grad_reduced;
+  }
   impl_->finish(crossing);
 }
 

@@ -133,6 +133,20 @@ TEST_F(ShardedCrossings, AnEarlierMicrobatchesLossIsAnOriginOfItsOwn) {
   EXPECT_THAT(verdict().origins, SizeIs(2));
 }
 
+TEST_F(ShardedCrossings, ASumThatArrivedFiniteIsNoResultOfTheReduction) {
+  crossed({"dp", {0, 1, 2, 3}}, 1);
+  scan_gradients(Phase::grad_local, {});
+  scan_gradients(Phase::grad_reduced, {1});
+  for (const bool is_watched : {false, true}) {
+    for (Ledger& ledger : ledgers_) ledger.crossings.back().watches_gradients = is_watched;
+    const Verdict found = verdict();
+    ASSERT_THAT(found.origins, SizeIs(1));
+    const Origin& origin = found.origins[0];
+    EXPECT_EQ(origin.cause, is_watched ? Cause::unknown : Cause::collective_result);
+    EXPECT_EQ(has_fact(origin.facts, FactKind::not_seen_on_arrival), !is_watched);
+  }
+}
+
 TEST_F(ShardedCrossings, WhatIsGatheredUnseenIsNotCalledFinite) {
   for (const bool is_watched : {false, true}) {
     ledgers_[1].backward_order[0].shard_group = {0, 1};

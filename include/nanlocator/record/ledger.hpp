@@ -58,6 +58,8 @@ struct CrossingCoverage {
   bool has_unwatched = false;
   /// Weights gathered here were scanned on arrival.
   bool watches_weights = false;
+  /// Sums of gradients that were reduced here were scanned on arrival.
+  bool watches_gradients = false;
   /// All crossings were scanned, as far as `count` says.
   [[nodiscard]] bool is_whole() const { return not_scanned == RankList() && !has_unwatched; }
   friend bool operator==(const CrossingCoverage&, const CrossingCoverage&) = default;

@@ -147,6 +147,7 @@ namespace nanlocator::inline verdict_room {
   FACT(every_member_bad)                                                      \
   FACT(only_owner_keeps_sum)                                                  \
   FACT(nobody_else_holds_it)                                                  \
+  FACT(not_seen_on_arrival)                                                   \
   FACT(sum_near_overflow)                                                     \
   FACT(sum_may_exceed_range)                                                  \
   FACT(near_overflow)                                                         \

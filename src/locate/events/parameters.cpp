@@ -166,13 +166,26 @@ class Reductions {
     });
   }
 
+  /// The ranks scanned what reductions of gradients gave them, and nothing bad was among it.
+  static bool was_finite_on_arrival(const BadList& bad) {
+    return std::ranges::all_of(bad, [](const BadOnRank& each) {
+      const Ledger& ledger = each.rank->ledger();
+      return ledger.is_complete &&
+             std::ranges::any_of(ledger.crossings, [](const CrossingCoverage& group) {
+               return group.watches_gradients && group.is_whole();
+             });
+    });
+  }
+
   void add_reduced() {
     std::map<ParameterKey, const BadList*> unknown;  // before the reduction
     std::vector<Origin> sums;
     std::map<std::set<int>, std::pair<const BadList*, std::int64_t>> copies;  // first, count
     for (const auto& [key, bad] : seen_.in_backward_order(seen_.bad(Phase::grad_reduced))) {
       if (is_bad(*key, Phase::grad_local) || has_crossed(*bad)) continue;
-      if (are_inputs_finite(*key, *bad)) {
+      if (was_finite_on_arrival(*bad)) {
+        read_bad(*key, *bad, Phase::grad_reduced);
+      } else if (are_inputs_finite(*key, *bad)) {
         fold(sums, sum_of(*bad));
       } else if (is_own_copy(*bad)) {
         auto& [first, count] = copies.try_emplace(ranks_of(*bad), bad, 0).first->second;
@@ -298,6 +311,9 @@ class Reductions {
       facts.push_back({.kind = FactKind::every_member_bad});
     }
     if (overflow) facts.push_back(*std::move(overflow));
+    if (origin.cause == Cause::collective_result) {
+      facts.push_back({.kind = FactKind::not_seen_on_arrival});
+    }
     return origin;
   }
 
@@ -311,9 +327,20 @@ class Reductions {
     std::int64_t parameters = 0;
   };
 
+  void read_bad(const ParameterKey& key, const BadList& bad, Phase phase) {
+    Read read{&key, &bad, ranks_of(bad), std::ranges::all_of(bad, [&](const BadOnRank& each) {
+                return each.rank->bad(phase).size() == each.rank->scanned_count(phase);
+              })};
+    auto same = std::ranges::find_if(read_, [&](const Read& each) {
+      return each.ranks == read.ranks || (each.is_everything && read.is_everything);
+    });
+    if (same == read_.end()) same = read_.insert(read_.end(), read);
+    same->ranks.merge(read.ranks);
+    ++same->parameters;
+  }
+
   void add_read() {
     std::set<ParameterKey> unknown;
-    std::vector<Read> found;
     for (const auto& [key, bad] : seen_.in_backward_order(seen_.bad(Phase::grad_norm))) {
       if (is_bad(*key, Phase::grad_local) || is_bad(*key, Phase::grad_reduced)) continue;
       if (has_crossed(*bad)) continue;
@@ -321,20 +348,10 @@ class Reductions {
         unknown.insert(*key);
         continue;
       }
-      Read read{key, bad, ranks_of(*bad), std::ranges::all_of(*bad, is_everything_bad)};
-      auto same = std::ranges::find_if(found, [&](const Read& each) {
-        return each.ranks == read.ranks || (each.is_everything && read.is_everything);
-      });
-      if (same == found.end()) same = found.insert(found.end(), read);
-      same->ranks.merge(read.ranks);
-      ++same->parameters;
+      read_bad(*key, *bad, Phase::grad_norm);
     }
-    for (const Read& each : found) add_read(each);
+    for (const Read& each : read_) add_read(each);
     add_shared_gradients(seen_, crossed_, unknown, Phase::grad_norm, sources_);
-  }
-
-  static bool is_everything_bad(const BadOnRank& each) {
-    return each.rank->bad(Phase::grad_norm).size() == each.rank->scanned_count(Phase::grad_norm);
   }
 
   /// After the reduction, or before it if there is no rank to reduce with.
@@ -378,6 +395,7 @@ class Reductions {
   const Findings& seen_;
   const Crossed& crossed_;
   Sources& sources_;
+  std::vector<Read> read_;
 };
 
 // ---- the update ----
