@@ -98,6 +98,7 @@ class StepRecorder:
         self.is_in_backward = False  # a backward into the leaves' gradients is running
         self.has_update = False  # an optimizer has stepped within the current or latest backward
         self.has_gradients = False  # gradients were written in this step
+        self.has_broken_backward = False  # an error ended a backward that had written some of them
         self._obstacle = ""  # why this step cannot be executed again
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] | None = None  # once one is asked for
@@ -170,7 +171,7 @@ class StepRecorder:
         self._by_reference: _ByReference = []  # from the latest `_named`
         self._obstacle = ""
         self._without_gradient = 0
-        self._has_asked = self.has_update = self.has_gradients = False
+        self._has_asked = self.has_update = self.has_gradients = self.has_broken_backward = False
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -418,13 +419,8 @@ class StepRecorder:
         self._follower.before_backward(_C.tensors_in(args[0]))
         call = _EngineCall(original, *self._named((args, kwargs)), self._now(), accumulates=True)
         given = _C.tensors_in((args, kwargs))
-        try:
-            with self._writing_gradients(call, given, self._losses_in(args)):
-                return original(*args, **kwargs)
-        except RuntimeError as error:
-            if torch.is_anomaly_enabled():
-                self._broken = _BrokenBackward(call, given, error, self._parameters)
-            raise
+        with self._writing_gradients(call, given, self._losses_in(args)):
+            return original(*args, **kwargs)
 
     def run_backward_in_module(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Scans its gradients; the step cannot be executed again."""
@@ -457,19 +453,42 @@ class StepRecorder:
         try:
             with self.suspended():
                 yield
+        except Exception as error:
+            broken = None
+            if isinstance(call, _EngineCall):
+                broken = _BrokenBackward(call, given, error, self._parameters)
+                self._broken = broken if torch.is_anomaly_enabled() else None
+            if not self.has_update and self._has_written(before):
+                self.has_broken_backward = True
+                self._add_backward(broken, given, losses)
+            raise
         finally:
             self.is_in_backward = False
-        if self._state_of_gradients() == before and not self._has_unreduced() and not self.has_update:
-            return  # no watched gradient was written
+        if not self._has_written(before) and not self.has_update:
+            return
         if self.has_update:
             self.give_up("an optimizer steps during its backward pass, and would step again")
-        self.losses += losses
-        if call is None:
-            self.give_up("a backward pass ran inside a module's forward (in Lightning: manual optimization)")
-        else:
-            self._engine.add_backward(call, given)
-        self.has_gradients = True
+        self._add_backward(call, given, losses)
         self._follower.after_backward()
+
+    def _has_written(self, before: tuple[int, int]) -> bool:
+        """Whether a watched gradient was written since then."""
+        return self._state_of_gradients() != before or self._has_unreduced()
+
+    def _add_backward(
+        self,
+        call: "_EngineCall | _PipelineCall | _BrokenBackward | None",
+        given: list[torch.Tensor],
+        losses: list[torch.Tensor],
+    ) -> None:
+        self.losses += losses
+        if call is not None:
+            self._engine.add_backward(call, given)
+        elif self.has_broken_backward:
+            self.give_up("an error ended a backward pass in a module's forward or in a pipeline's schedule")
+        else:
+            self.give_up("a backward pass ran inside a module's forward (in Lightning: manual optimization)")
+        self.has_gradients = True
 
     def note_weights(self) -> None:
         """Notes the weights with which a pass begins."""
@@ -514,7 +533,8 @@ class StepRecorder:
         with self.suspended():
             bad = broken.refused(own) if broken else values_refused_by(own, [])
         if broken is not None and bad:
-            self._engine.add_backward(broken, broken.given)
+            if not self.has_broken_backward:
+                self._engine.add_backward(broken, broken.given)
         elif bad := [tensor for tensor in bad if self._engine.value_of(tensor) is not None]:
             self._engine.add_backward(_Unfinished(self._named(bad)), bad)
         self.losses += [tensor.detach() for tensor in bad]
@@ -526,7 +546,9 @@ class StepRecorder:
         broken, own = self._broken_by(error)
         if not isinstance(broken, _BrokenBackward) or "returned nan values" not in str(own):
             return False
-        self._engine.add_backward(broken, broken.given)
+        broken.goes_on = True
+        if not self.has_broken_backward:  # it had written no gradient yet
+            self._engine.add_backward(broken, broken.given)
         return True
 
     def _broken_by(self, error: BaseException) -> "tuple[_BrokenCall | None, BaseException]":
@@ -955,19 +977,26 @@ class _BrokenCall:
 
 
 class _BrokenBackward(_BrokenCall):
-    """A backward in which autograd's anomaly mode has found a NaN. It goes on without that mode."""
+    """A backward that ended by an error, and so wrote a part of the gradients. ``goes_on``: autograd's
+    anomaly mode had found a NaN; a re-run goes on without that mode."""
 
     def __init__(
         self, call: "_EngineCall", given: list[torch.Tensor], error: Exception, parameters: set[torch.Tensor]
     ) -> None:
         super().__init__(call, given, error)
         self._parameters = parameters
+        self.goes_on = False
 
     def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        with torch.autograd.set_detect_anomaly(False):
-            results = self._call.run_again(replay, losses)
+        results: list[torch.Tensor] = []
+        is_anomaly_enabled = torch.is_anomaly_enabled() and not self.goes_on
+        try:
+            with torch.autograd.set_detect_anomaly(is_anomaly_enabled):
+                results = self._call.run_again(replay, losses)
+        except self._type:
+            return results
         if not any(p.grad is not None and is_bad(p.grad) for p in self._parameters):
-            raise RuntimeError("the NaN in which anomaly mode ended the backward reached no gradient")
+            raise RuntimeError(f"a backward that {self._type.__name__} had ended went on, without NaN or Inf")
         return results
 
 

@@ -252,7 +252,9 @@ class Watch(Locator):
             else:
                 has_bad_loss = False
                 self._begin()  # a rollout is between two steps
-            if not (has_bad_loss or self._is_of_bad_values(error) or self._is_unseen):
+            is_left = self._is_unseen and not self._recorder.has_broken_backward
+            is_broken = self._is_unseen and (error is None or may_refuse_values(error))
+            if not (has_bad_loss or self._is_of_bad_values(error) or is_left or is_broken):
                 return
             if self._driver.connection is not None:  # the other ranks may not be here
                 self._scan_alone("the program ended" if error is None else first_line(error))
@@ -510,11 +512,15 @@ class Watch(Locator):
         return self._zero(functools.partial(original, module, *args, **kwargs), module.parameters())
 
     def _zero(self, zero: Callable[[], Any], parameters: Iterable[torch.Tensor]) -> Any:
-        """Scans unused gradients before they are discarded: the loop has left out the update."""
+        """Scans unused gradients before they are discarded: the loop has left out the update. Not those of a
+        backward that an error ended: this rank alone may discard them (after it has run out of memory)."""
         if self._recorder.is_suspended:
             return zero()
         ours = set(self._adapter.tensors).intersection(parameters)
-        if ours:
+        if ours and self._recorder.has_broken_backward and self._is_unseen:
+            self._driver.abandon()
+            self._forget()
+        elif ours:
             self._scan_gradients(ours)
             with self._abandoning():
                 self._end_step()
