@@ -8,7 +8,7 @@
 #include "bindings.hpp"
 #include "framework.hpp"
 #include "interrupted.hpp"
-#include "nanlocator/step/loaded_checkpoint.hpp"
+#include "nanlocator/step/checkpoint_files.hpp"
 #include "nanlocator/step/step_driver.hpp"
 #include "nanlocator/watch/boundary_watch.hpp"
 #include "nanlocator/watch/module_watch.hpp"
@@ -95,6 +95,7 @@ void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
             released([&] { d.conclude_alone(reason, failure, losses); });
           },
           "reason"_a, "is_of_peers"_a, "losses"_a = std::vector<LossView>())
+      .def_property_readonly("updates", &StepDriver::updates)
       .def("forget_observations", without_gil<&StepDriver::forget_observations>());
 }
 
@@ -102,6 +103,7 @@ void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
 
 void bind_driver(py::module_& m) {
   m.def("note_loaded_checkpoint", &note_loaded_checkpoint, "path"_a);
+  m.def("note_saved_checkpoint", &note_saved_checkpoint, "path"_a, "updates"_a);
   py::enum_<Decision>(m, "Decision")
       .value("PROCEED", Decision::proceed)
       .value("RECOVERED", Decision::recovered)

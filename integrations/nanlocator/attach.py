@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanlocator import _C, deepspeed_scripts
 from nanlocator.calls.modules import class_name, named_by_class
-from nanlocator.engine import loaded_checkpoint
+from nanlocator.engine.checkpoint_files import CheckpointFiles
 from nanlocator.engine.driver import Driver
 from nanlocator.engine.this_rank import rank_prefix
 from nanlocator.hooks import points
@@ -61,7 +61,7 @@ class Attachment:
         self._waiting = Patches(__name__)  # waits for the first use of what an optimizer trains
         self._is_waiting = False
         self._follow_new_optimizers()
-        loaded_checkpoint.follow()
+        self._files = CheckpointFiles(lambda: None)  # also before there is a watch
         megatron_scripts.follow()
         deepspeed_scripts.follow()
         atexit.register(self._say_if_nothing)

@@ -140,14 +140,22 @@ std::string loaded_text(const Verdict& verdict) {
          counts_other_steps(verdict) + ", NEVER LOAD anything newer";
 }
 
-/// The newest first: those read and found bad, and those newer than the newest that may be loaded.
+/// Where weights had grown, the newest checkpoint whose weights had not; null if none is known.
+const CheckpointFile* newest_without_growth(const Verdict& verdict) {
+  return may_be_of_large_weights(verdict) ? checkpoint_before_growth(verdict) : nullptr;
+}
+
+/// The newest first: those read and found bad, those newer than the newest that may be loaded, and
+/// those whose weights had grown.
 std::vector<const CheckpointFile*> never_to_load(const Verdict& verdict) {
   std::vector<const CheckpointFile*> never;
   const auto newest = verdict.decision.newest_step;
+  const CheckpointFile* const small = newest_without_growth(verdict);
   for (const CheckpointFile& each : checkpoints_of(verdict)) {
     const bool is_newer = verdict.launch->steps_before && newest &&
                           each.step > named_step(verdict, *newest) && !may_load_newest(verdict);
-    if (is_newer || each.is_finite == false) never.push_back(&each);
+    const bool has_grown = small != nullptr && &each < small;
+    if (is_newer || has_grown || each.is_finite == false) never.push_back(&each);
   }
   return never;
 }
@@ -277,7 +285,9 @@ void add_checkpoint(const Verdict& verdict, Rows& rows) {
     const Origin* const origin = deciding_origin(verdict);
     const bool is_diverged = origin != nullptr && origin->cause == Cause::divergence;
     oldest_newer = "NEVER LOAD " + oldest_newer + (newer > 1 ? " or anything newer" : "") +
-                   (is_diverged ? " (saved while it diverged); " : " (it may hold the fault); ");
+                   (is_diverged                                 ? " (saved while it diverged); "
+                    : newest_without_growth(verdict) != nullptr ? " (its weights have grown); "
+                                                                : " (it may hold the fault); ");
   }
   const bool is_down = decision.kind == DecisionKind::do_not_restart;
   add_row(rows, "checkpoint",

@@ -602,6 +602,9 @@ std::string plain_text(const Fact& fact) {
       return "the Inf is a literal, of " + fact.op;
     case weights_magnitude:
       return "largest weights of the module: " + values_text(fact);
+    case large_weight:
+      return "the largest weight of the model, in " + fact.parameter + ", is " +
+             value_of(fact.value);
     case weight_maxima:
       return "the largest weight of " + fact.parameter + " was " + maxima_text(fact) +
              (fact.value ? "; it is " + value_of(fact.value) + " now" : "");

@@ -137,6 +137,10 @@ std::string climb_of(const Origin& origin) {
 /// ", after the weights of the module had grown to 2.2e+26".
 std::string growth_of(const Origin& origin) {
   const auto largest = largest_weight_of(origin);
+  if (const Fact* const elsewhere = find_fact(origin.facts, FactKind::large_weight)) {
+    return ", while " + elsewhere->parameter + " holds values as large as " +
+           short_number(*largest);
+  }
   return may_be_of_large_weights(origin) && largest
              ? ", after its weights had grown to " + short_number(*largest)
              : "";

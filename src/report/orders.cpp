@@ -202,6 +202,9 @@ bool may_be_of_large_weights(const Verdict& verdict) {
 }
 
 std::optional<double> largest_weight_of(const Origin& origin) {
+  if (const Fact* const elsewhere = find_fact(origin.facts, FactKind::large_weight)) {
+    return elsewhere->value;
+  }
   const Fact* const weights = find_fact(origin.facts, FactKind::weights_magnitude);
   if (weights == nullptr || weights->values.empty()) return std::nullopt;
   return std::ranges::max_element(weights->values, {}, [](const auto& each) { return each.second; })

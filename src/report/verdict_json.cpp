@@ -111,14 +111,16 @@ constexpr auto json_fields(const RankLog*) {
 
 constexpr auto json_fields(const Launch*) {
   using L = Launch;
+  constexpr std::int64_t kMostBefore = 1'000'000'000'000'000;  // and below zero: names from step 0
   return std::tuple(
       JsonOrNull("found", &L::found), JsonOrNull("scheduler", &L::scheduler),
       JsonOrNull("job_id", &L::job_id), JsonOrNull("job_name", &L::job_name),
       JsonField("attempt", &L::attempt), JsonOrNull("checkpoint_dir", &L::checkpoint_dir),
       JsonField("checkpoints", &L::checkpoints),
-      JsonAdded(JsonField("steps_before", &L::steps_before)), JsonAdded(JsonOrNull("log", &L::log)),
-      JsonAdded(JsonField("log_begin", &L::log_begin)), JsonAdded(JsonField("logs", &L::logs)),
-      JsonAdded(JsonField("endings", &L::endings)), JsonAdded(JsonOrNull("loaded", &L::loaded)));
+      JsonAdded(JsonField("steps_before", &L::steps_before, -kMostBefore, kMostBefore)),
+      JsonAdded(JsonOrNull("log", &L::log)), JsonAdded(JsonField("log_begin", &L::log_begin)),
+      JsonAdded(JsonField("logs", &L::logs)), JsonAdded(JsonField("endings", &L::endings)),
+      JsonAdded(JsonOrNull("loaded", &L::loaded)));
 }
 
 constexpr auto json_fields(const JobLayout*) {

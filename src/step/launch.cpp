@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "nanlocator/step/loaded_checkpoint.hpp"
+#include "nanlocator/step/checkpoint_files.hpp"
 #include "nanlocator/verdict/decision.hpp"
 #include "report/checkpoint_orders.hpp"
 #include "report/orders.hpp"
@@ -66,12 +66,37 @@ std::optional<std::int64_t> latest_finished(const fs::path& folder) {
   return number_at(text);
 }
 
-std::mutex loaded_mutex;
+/// A checkpoint of a folder whose names have numbers of steps.
+struct KnownCheckpoint {
+  fs::path folder;
+  std::int64_t step = 0;                  // by its name
+  std::optional<std::int64_t> updates{};  // see note_saved_checkpoint
+};
+
+std::mutex files_mutex;
 std::string loaded_path;
+std::optional<KnownCheckpoint> last_saved;
+
+/// Of a file, or of a file in the folder that is the checkpoint.
+std::optional<KnownCheckpoint> checkpoint_of(const fs::path& path) {
+  for (const fs::path& each : {path, path.parent_path()}) {
+    if (const auto step = step_of(each.filename().string())) {
+      return KnownCheckpoint{each.parent_path(), *step};
+    }
+  }
+  return std::nullopt;
+}
+
+/// Into which the process saves, or from which it has loaded; empty if that is not known.
+KnownCheckpoint known_checkpoint() {
+  const std::lock_guard lock(files_mutex);
+  const auto known = last_saved ? last_saved : checkpoint_of(loaded_path);
+  return known.value_or(KnownCheckpoint());
+}
 
 /// The first name below `folder` of what was loaded; "" if that lies elsewhere.
 std::string loaded_from(const fs::path& folder) {
-  const std::lock_guard lock(loaded_mutex);
+  const std::lock_guard lock(files_mutex);
   const fs::path below = fs::path(loaded_path).lexically_relative(folder);
   return below.empty() || *below.begin() == ".." || *below.begin() == "." ? ""
                                                                           : below.begin()->string();
@@ -80,8 +105,16 @@ std::string loaded_from(const fs::path& folder) {
 }  // namespace
 
 void note_loaded_checkpoint(std::string path) {
-  const std::lock_guard lock(loaded_mutex);
+  const std::lock_guard lock(files_mutex);
   loaded_path = std::move(path);
+}
+
+void note_saved_checkpoint(std::string path, std::optional<std::int64_t> updates) {
+  auto saved = checkpoint_of(path);
+  if (!saved) return;
+  saved->updates = updates;
+  const std::lock_guard lock(files_mutex);
+  last_saved = std::move(saved);
 }
 
 std::vector<CheckpointFile> checkpoints_in(const fs::path& folder) {
@@ -172,11 +205,15 @@ Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t fir
     RankLog own = own_log();
     launch.log = std::move(own.log);
     launch.log_begin = own.log_begin;
-    if (checkpoint_dir.empty()) return launch;
-    launch.checkpoint_dir = fs::absolute(checkpoint_dir).lexically_normal().string();
-    launch.checkpoints = checkpoints_in(checkpoint_dir);
+    const KnownCheckpoint known = known_checkpoint();
+    const fs::path folder = checkpoint_dir.empty() ? known.folder : checkpoint_dir;
+    if (folder.empty()) return launch;
+    launch.checkpoint_dir = fs::absolute(folder).lexically_normal().string();
+    launch.checkpoints = checkpoints_in(folder);
     launch.loaded = loaded_from(launch.checkpoint_dir);
-    launch.steps_before = steps_before(launch.checkpoints, launch.loaded, first, iteration);
+    launch.steps_before = known.updates && known.folder == launch.checkpoint_dir
+                              ? std::optional(known.step - *known.updates)
+                              : steps_before(launch.checkpoints, launch.loaded, first, iteration);
   } catch (const std::exception&) {  // what is missing is said to be unknown
   }
   return launch;

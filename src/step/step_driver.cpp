@@ -593,6 +593,10 @@ Decision StepDriver::end_step() {
   return decision;
 }
 
+std::int64_t StepDriver::updates() const noexcept {
+  return impl_->locator.iteration() - (impl_->step.is_open ? 1 : 0);
+}
+
 void StepDriver::abandon() noexcept {
   try {
     impl_->locator.abandon_step();

@@ -120,6 +120,8 @@ class StepDriver {
   void end_update();
   /// The update is done or skipped: scans the weights if requested, and counts the step.
   Decision end_step();
+  /// The number of the last step whose update is in the weights, while no update runs.
+  [[nodiscard]] std::int64_t updates() const noexcept;
   /// Ends the step and drops its state. Not counted.
   void abandon() noexcept;
   /// This rank alone is about to raise an exception: writes its findings. `losses`: of the step,

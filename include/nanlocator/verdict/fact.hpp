@@ -107,6 +107,7 @@ namespace nanlocator::inline verdict_room {
   FACT(called_in_framework)                                                   \
   FACT(literal_of)                                                            \
   FACT(weights_magnitude)                                                     \
+  FACT(large_weight)                                                          \
   FACT(weight_maxima)                                                         \
   FACT(gradient_maxima)                                                       \
   FACT(finite_when_written)                                                   \

@@ -20,6 +20,7 @@ from nanlocator.calls.kernel_calls import KeptKernelCalls, KernelCallRecord
 from nanlocator.calls.kernels import KernelCalls
 from nanlocator.calls.module_calls import KeptModuleCalls
 from nanlocator.calls.modules import ModelInputs, ModuleHooks, ModuleObserver, local_part
+from nanlocator.engine.checkpoint_files import CheckpointFiles
 from nanlocator.engine.connection import RankConnection
 from nanlocator.engine.endings import abort_collectives, first_line, is_failure_of_peers, raise_for
 from nanlocator.engine.errors import NonFiniteGradientError
@@ -243,6 +244,8 @@ class Driver(_EngineDriver):
         own_replays = OwnReplays(weakly(self.locator.add_standing_note))
         self.add_state("CUDA graphs", ReplayedGraphs(adapter.models, own_replays))
         self.add_state("the models' buffers", adapter.buffers)
+        engine = weakref.ref(self._engine)
+        self._checkpoints = CheckpointFiles(lambda: found.updates if (found := engine()) else None)
         self._attributes = ModuleAttributes(adapter.models)
         self.add_state("the modules' attributes", self._attributes)
         self._files = WrittenFiles()
@@ -252,7 +255,7 @@ class Driver(_EngineDriver):
         self._watch_hooks: list[ModuleHooks | OwnReplays | CleanTracebacks] = [own_replays, CleanTracebacks()]
         self._trace_hooks: list[TraceHooks] = []
         # A driver that is dropped without `remove` leaves no hook behind.
-        weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks)
+        weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks, [self._checkpoints])
         if options.level == "modules":
             watch = _C.ModuleWatch(torch.get_num_threads())
             self._engine.watch(watch)
@@ -300,6 +303,7 @@ class Driver(_EngineDriver):
     def stop_following(self) -> None:
         """Stops all scans. The connection stays, to report at exit why this rank ends."""
         self._engine.close()
+        self._checkpoints.remove()
         self.remove()
 
     def close(self) -> None:

@@ -119,9 +119,10 @@ class Options(TypedDict, total=False):
         Option(
             FOLDER,
             "folder into which the training saves checkpoints, so that a verdict can name the one to load; "
-            "known to the integrations of Megatron-Core, Transformers and Lightning. The names must have the "
-            'number of the step, "step" or "iter" before it; where a resumed program counts its steps from 1 '
-            "again, the checkpoint that it has loaded says how many came before",
+            "known to the integrations of Megatron-Core, Transformers and Lightning, and by default the one "
+            "into which it has saved last by torch.save. The names must have the number of the step, "
+            '"step" or "iter" before it; where a resumed program counts its steps from 1 again, what it has '
+            "saved or loaded says how many came before",
         ),
     ]
     on_finding: Annotated[

@@ -397,7 +397,20 @@ KERNEL_LAUNCHES = tuple(
 # --- Megatron-Core -----------------------------------------------------------------------------------
 
 _MEGATRON = "megatron.locator"
-TORCH_LOAD = _row("torch", "load", "engine.loaded_checkpoint", "which checkpoint a script has loaded")
+TORCH_LOAD = _row("torch", "load", "engine.checkpoint_files", "which checkpoint a script has loaded")
+TORCH_SAVE = _row("torch", "save", "engine.checkpoint_files", "where a script saves its checkpoints")
+DISTRIBUTED_LOAD = _row(
+    "torch.distributed.checkpoint.filesystem:FileSystemReader",
+    "read_data",
+    "engine.checkpoint_files",
+    "which distributed checkpoint a script has loaded",
+)
+DISTRIBUTED_SAVE = _row(  # on the coordinator, once all ranks have written
+    "torch.distributed.checkpoint.filesystem:_FileSystemWriter",
+    "finish",
+    "engine.checkpoint_files",
+    "where a script saves its distributed checkpoints",
+)
 MEGATRON_OPTIMIZER = _row(
     "megatron.core.optimizer", "get_megatron_optimizer", "megatron.scripts", "models of an unedited script"
 )
