@@ -682,6 +682,12 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::widen_or_scale:
       return widen_steps(origin);
     case Action::scale_inputs:
+      if (const Fact* const weight = find_fact(origin.facts, FactKind::large_weight)) {
+        return {"find what made " + weight->parameter + " so large (" +
+                    short_number(weight->value.value_or(0)) +
+                    "): the optimizer's rate, or code that writes weights",
+                "then the inputs of " + operation + magnitudes_of(origin)};
+      }
       return {"find what makes the inputs of " + operation + " so large" + magnitudes_of(origin) +
                   maxima_before_of(origin),
               "if values this large are intended, scale them down: the largest " +
@@ -821,6 +827,12 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "history)",
           "if their sum exceeds the range of its dtype, it overflowed: scale the gradients; if "
           "not, the collective is at fault"};
+    case Action::scale_addends:
+      return {
+          "scale each member's part before the sum (gradients: divide by the number of ranks "
+          "before the reduction, not after it), or sum in float32",
+          "if a part this large is not intended (nanlocator history has them), find what made "
+          "it"};
     case Action::check_copy:
       return {"check what touches gradients after the reduction on " + ranks};
     case Action::check_collective_code:

@@ -128,7 +128,9 @@ std::string loaded_text(const Verdict& verdict) {
   }
   if (may_load_newest(verdict)) {
     const std::string newest =
-        folder.empty() ? "LOAD the newest" : "none is in " + folder + " yet; if one is elsewhere";
+        folder.empty() ? "LOAD the newest in the job's own folder (this run was not seen to save "
+                         "any), or start from the beginning if there is none"
+                       : "none is in " + folder + " yet; if one is elsewhere";
     const bool is_known = verdict.job.are_weights_finite == true;
     return newest +
            (is_known ? std::string(": ") + kNothingBadSaved
@@ -291,16 +293,16 @@ void add_checkpoint(const Verdict& verdict, Rows& rows) {
   }
   const bool is_down = decision.kind == DecisionKind::do_not_restart;
   add_row(rows, "checkpoint",
-          oldest_newer + bad + (is_down ? "when it is mended, " : "") + loaded_text(verdict));
+          oldest_newer + bad + (is_down ? "when it is fixed, " : "") + loaded_text(verdict));
   add_aside(verdict, never, checkpoint_to_load(verdict), rows);
 }
 
-std::string move_first_text(const Verdict& verdict) {
+std::string moved_text(const Verdict& verdict) {
   const auto never = never_to_load(verdict);
   if (never.empty()) return "";
   return "MOVE " +
          (never.size() == 1 ? never.front()->name : std::to_string(never.size()) + " CHECKPOINTS") +
-         " AWAY, THEN ";
+         " AWAY";
 }
 
 }  // namespace nanlocator::inline report_room

@@ -28,8 +28,8 @@ namespace nanlocator::inline report_room {
 /// to the end; else null.
 [[nodiscard]] const CheckpointFile* loaded_and_read(const Verdict& verdict, const Origin& origin);
 [[nodiscard]] std::string load_of(const Verdict& verdict);
-/// "MOVE step_200.pt AWAY, THEN ", of checkpoints that no resubmit may load; "" if none is known.
-[[nodiscard]] std::string move_first_text(const Verdict& verdict);
+/// "MOVE step_200.pt AWAY", of checkpoints that no resubmit may load; "" if none is known.
+[[nodiscard]] std::string moved_text(const Verdict& verdict);
 /// What to load, and what to move away.
 void add_checkpoint(const Verdict& verdict, Rows& rows);
 

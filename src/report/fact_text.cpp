@@ -548,10 +548,9 @@ std::string plain_text(const Fact& fact) {
     case climbed:
       return climbed_text(fact);
     case did_not_climb:
-      return "no divergence over the steps before: from step " + counted(fact.step.value_or(0)) +
-             " to " + counted(fact.last_step.value_or(0)) + " the largest gradient of " +
-             ranks_text(fact.ranks) + " was " + value_of(fact.value) +
-             " at most, and it did not climb";
+      return "gradients did not grow before: from step " + counted(fact.step.value_or(0)) + " to " +
+             counted(fact.last_step.value_or(0)) + " the largest of " + ranks_text(fact.ranks) +
+             " was " + value_of(fact.value);
     case values_at_first_bad:
       return "at the first bad element: " + values_text(fact);
     case input:
@@ -675,7 +674,7 @@ std::string plain_text(const Fact& fact) {
                " read it, and its loss and gradients were finite: its update made every element "
                "bad";
       }
-      return fact.op == "lr" ? "the optimizer's learning rate of it was NaN or Inf"
+      return fact.op == "lr" ? "the optimizer's learning rate was NaN or Inf"
                              : "the optimizer's epsilon of it is 0 in " + fact.dtype +
                                    ": where the second moment is 0, too, its update is 0 / 0";
     case optimizer_copy_finite:

@@ -261,7 +261,13 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
           tests.push_back(std::move(outcome));
         }
         break;
+      case FactKind::sum_may_exceed_range:
+        tests.insert(tests.begin(), "the largest values that the members put in add up to " +
+                                        short_number(*fact.value) + ", and the largest " +
+                                        fact.dtype + " is " + short_number(*fact.last_value));
+        break;
       case FactKind::rerun_identical:
+        if (has_fact(origin.facts, FactKind::transfer_not_run_again)) break;
         if (!is_of_variants)
           tests.push_back("the same came back, bit for bit, in a re-run on " + machine);
         break;
@@ -288,13 +294,13 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
         break;
       case FactKind::replayed:
         if (fact.conclusion == name_of(ReplayConclusion::deterministic_undefined)) {
-          tests.emplace_back("the call alone gives it again, in float64, too");
+          tests.emplace_back("this call alone gives it again, also in float64");
         } else if (fact.conclusion == name_of(ReplayConclusion::deterministic_overflow)) {
-          tests.emplace_back("the call alone gives it again and is finite in float64");
+          tests.emplace_back("this call alone gives it again, and is finite in float64");
         } else if (fact.conclusion == name_of(ReplayConclusion::deterministic_kernel)) {
-          tests.emplace_back("the call alone gives it again and is finite in another kernel");
+          tests.emplace_back("this call alone gives it again, and is finite in another kernel");
         } else if (fact.conclusion == name_of(ReplayConclusion::varies)) {
-          tests.emplace_back("the call alone gives another result each time");
+          tests.emplace_back("this call alone gives another result each time");
         }
         break;
       case FactKind::copies_clean:
@@ -554,6 +560,8 @@ std::vector<std::string> reasons_of(const Origin& origin) {
                                    FactKind::gone_in_rerun,
                                    FactKind::rerun_not_completed,
                                    FactKind::replayed,
+                                   FactKind::sum_may_exceed_range,
+                                   FactKind::happened_once,
                                    FactKind::same_on_ranks,
                                    FactKind::values_at_first_bad,
                                    FactKind::input,
@@ -577,8 +585,11 @@ std::vector<std::string> reasons_of(const Origin& origin) {
     const bool is_of_copies =  // the update made every copy
         fact.kind == FactKind::no_copy_elsewhere &&
         has_fact(origin.facts, FactKind::update_undefined);
-    const bool is_left_out = is_said_or_other || is_of_copies || place == 0 || place > 4 ||
-                             fact.source != FactSource::origin ||
+    const bool is_of_any_sum =  // all members have it, and the re-run did not sum again
+        origin.cause == Cause::collective_sum &&
+        (fact.kind == FactKind::every_member_bad || fact.kind == FactKind::transfer_not_run_again);
+    const bool is_left_out = is_said_or_other || is_of_copies || is_of_any_sum || place == 0 ||
+                             place > 4 || fact.source != FactSource::origin ||
                              std::ranges::count(kLeftOut, fact.kind) > 0;
     if (!is_left_out && reasons.size() < kMost) reasons.push_back(fact_text(fact));
   }
@@ -622,6 +633,19 @@ void add_details(const Verdict& verdict, const Origin& origin, std::string_view 
 }
 
 }  // namespace
+
+/// What changes after the block is printed: first of all where the job is to be restarted.
+static void add_plan(const Verdict& verdict, std::string_view run_dir, Rows& rows) {
+  const std::string command =
+      "nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string());
+  if (verdict.decision.kind == DecisionKind::do_not_restart) {
+    add_row(rows, "plan", "when it is fixed: " + command);
+  } else {
+    const std::string first = is_to_look_first(verdict) ? "after the check: " : "first: ";
+    rows.emplace(rows.begin(), "plan",
+                 first + command + "   (it looks again, and overrules what follows)");
+  }
+}
 
 std::string error_code_of(const Verdict& verdict) {
   if (verdict.status == VerdictStatus::clean) return "clean";
@@ -681,14 +705,8 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
             count_text(verdict.origins.size() - 1, "other place") +
                 " with a fault of its own: nanlocator report --verbose; this one decides");
   }
-  if (!run_dir.empty() && decision.kind != DecisionKind::none_needed) {
-    add_row(narrative.rows, "plan",
-            std::string(decision.kind == DecisionKind::do_not_restart ? "when it is mended"
-                        : is_to_look_first(verdict) ? "after the check, before the restart"
-                                                    : "before any restart") +
-                ": nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string()) +
-                "   (if its output differs from this block, follow the output)");
-  }
+  if (!run_dir.empty() && decision.kind != DecisionKind::none_needed)
+    add_plan(verdict, run_dir, narrative.rows);
   if (origin != nullptr) add_details(verdict, *origin, run_dir, narrative);
   return narrative;
 }

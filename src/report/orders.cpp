@@ -167,9 +167,10 @@ void add_again(const Verdict& verdict, Rows& rows) {
   const bool is_of_somebody =
       decision.ticket != Owner::nobody && decision.ticket != Owner::cluster_operator;
   if (decision.kind == DecisionKind::skip_batch) {
-    add_row(rows, "if AGAIN",
-            "at this batch: its code sets on_bad itself, so leave it down, page the model author; "
-            "any other stop: as its own block says");
+    add_row(
+        rows, "if AGAIN",
+        "it stops at this batch with the variable set: the script sets on_bad itself, so leave it "
+        "down, page the model author; any other stop: as its own block says");
     add_row(rows, "if MORE",
             "than 10 steps in all are skipped" + count_command(verdict) + ": end it, page the " +
                 person_of(decision.ticket));
@@ -285,8 +286,9 @@ std::string action_text_of(const Verdict& verdict) {
           decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
       const std::string without =
           decision.ranks.empty() ? "" : "WITHOUT " + suspects_text(verdict) + " ";
-      return kill + check_first_text(verdict, ", THEN ") + move_first_text(verdict) + "RESTART " +
-             without + "FROM " +
+      const std::string moved = moved_text(verdict);
+      return kill + check_first_text(verdict, ", THEN ") +
+             (moved.empty() ? "" : moved + ", THEN ") + "RESTART " + without + "FROM " +
              (may_be_of_large_weights(verdict) && checkpoint_before_growth(verdict) != nullptr
                   ? checkpoint_before_growth(verdict)->name
               : may_be_of_large_weights(verdict) ? "A CHECKPOINT FROM BEFORE THE WEIGHTS GREW"
@@ -299,8 +301,10 @@ std::string action_text_of(const Verdict& verdict) {
     case DecisionKind::do_not_restart: {
       const std::string order =
           is_running_damaged ? "KILL IT NOW, PAGE THE " : "LEAVE IT DOWN, PAGE THE ";
-      return (is_running_damaged ? "" : check_first_text(verdict, "; IF CLEAN: ")) + order +
-             in_capitals(person_of(decision.page));
+      if (is_running_damaged) return order + in_capitals(person_of(decision.page));
+      const std::string moved = moved_text(verdict);
+      return check_first_text(verdict, "; IF CLEAN: ") + (moved.empty() ? "" : moved + ", ") +
+             order + in_capitals(person_of(decision.page));
     }
   }
   return "";
@@ -369,7 +373,7 @@ std::string state_of(const Verdict& verdict) {
     text += verdict.decision.recurrence == Recurrence::same_place
                 ? "; an earlier attempt of this run failed in the same way"
             : is_to_look_first(verdict)       ? "; on the same hosts a restart fails again"
-            : is_known_to_fail_again(verdict) ? "; a restart fails again until it is mended"
+            : is_known_to_fail_again(verdict) ? "; a restart fails again until it is fixed"
                                               : "; a restart is expected to fail again";
   } else if (verdict.decision.recurrence == Recurrence::same_device) {
     text += "; the same device failed in an earlier attempt of this run";
@@ -416,7 +420,7 @@ void add_policy(const Verdict& verdict, Rows& rows) {
   const bool is_of_skip = verdict.decision.kind == DecisionKind::skip_batch;
   if (course_of(verdict) != Course::goes_on_damaged || is_of_skip) return;
   add_row(rows, "then",
-          std::string(verdict.decision.kind == DecisionKind::do_not_restart ? "when it is mended, "
+          std::string(verdict.decision.kind == DecisionKind::do_not_restart ? "when it is fixed, "
                                                                             : "") +
               "start it with NANLOCATOR_ON_BAD=stop, so that it stops if this comes again");
 }
@@ -486,17 +490,18 @@ void add_check(const Verdict& verdict, Rows& rows) {
   const std::string suspects = is_suspected ? suspects_text(verdict) : joined(hosts);
   if (decision.is_to_check && !is_suspected) {
     add_row(rows, "if finite",
-            loaded_by_run(verdict) + ": it was damaged in memory, so before the restart on " +
-                joined(hosts) + ": " + error_counters_of(verdict) +
-                "; with errors restart without " +
+            loaded_by_run(verdict) + ": the memory of " + joined(hosts) +
+                " is the suspect. Before the restart, there: " + error_counters_of(verdict) +
+                "   (uncorrectable volatile counts above 0, or NVRM lines since the job began" +
+                began_text(verdict) + ": restart without " +
                 (hosts.size() > 1 ? "the one that has them" : "it") +
-                " and ticket cluster on-call, without errors restart on the same hosts");
+                ", ticket cluster on-call; none: restart on the same hosts)");
     return add_again(verdict, rows);
   }
   if (!is_suspected || !leaves_suspects_out(decision)) {
     if (is_to_look_first(verdict)) add_counters(verdict, hosts, rows);
     if (decision.kind == DecisionKind::do_not_restart) return;
-    if (!is_suspected || !is_to_look_first(verdict)) return add_again(verdict, rows);
+    if (!is_suspected) return add_again(verdict, rows);
     add_row(rows, "if AGAIN",
             "on " + joined(hosts) + ": restart once more, without " +
                 (hosts.size() > 1 ? "them" : "it") +

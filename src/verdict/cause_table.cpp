@@ -259,7 +259,7 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::medium,
        false,
        {link, memory},
-       {{compare_sums, always}}},
+       {{scale_addends, has<F::sum_may_exceed_range>}, {compare_sums, always}}},
       {Cause::pipeline_transfer,
        Owner::cluster_operator,
        Refutation::sender_changed,

@@ -93,13 +93,13 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
   what:        division by zero: torch.div in decoder.layers.2.mlp.router on rank 3 = a17:GPU3 gave -Inf
                (non-finite) in 4 of 128 elements from [0, 0]; it reached the gradients of 1 parameter on 2
                ranks
-  cause:       code, proven: the same came back, bit for bit, in a re-run on the same GPU; the call alone
-               gives it again, in float64, too; every input was finite
+  cause:       code, proven: the same came back, bit for bit, in a re-run on the same GPU; this call alone
+               gives it again, also in float64; every input was finite
   state:       stopped before the update of step 2; weights finite, as after step 1; a restart fails again
-               until it is mended
-  checkpoint:  when it is mended, LOAD /ckpt/run17/iter_0000001 (after step 1, the newest): no NaN or Inf can
+               until it is fixed
+  checkpoint:  when it is fixed, LOAD /ckpt/run17/iter_0000001 (after step 1, the newest): no NaN or Inf can
                have been saved
-  plan:        when it is mended: nanlocator next /runs/a0   (if its output differs from this block, follow the output)
+  plan:        when it is fixed: nanlocator next /runs/a0
   --- for the model author
   model/router.py:515 in gate, forward, microbatch 1 (rank 3 = a17:GPU3)
   515 |  return t / denominator
@@ -135,7 +135,7 @@ TEST(Narrative, ThePlanIsNamedWhereThereIsSomethingToDo) {
   Verdict verdict = division_by_zero();
   const std::string folder = "/a folder/" + std::string(120, 'x') + "/a0";
   EXPECT_THAT(format_verdict(verdict, {.run_dir = folder}),
-              HasSubstr("  plan:        when it is mended: nanlocator next '" + folder + "'   ("));
+              HasSubstr("  plan:        when it is fixed: nanlocator next '" + folder + "'\n"));
   EXPECT_THAT(narrative_of(verdict).rows, Not(Contains(Key("plan"))));  // the folder is not known
   verdict.job.on_bad = "skip";
   verdict.decision = decide(verdict);

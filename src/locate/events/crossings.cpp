@@ -287,6 +287,8 @@ class CrossingSources {
                     candidates.size() == 1 ? Confidence::high : Confidence::medium, candidates);
     set_place(origin, sighting);
     origin.parameter = parameter;
+    origin.is_on_every_candidate =
+        origin.cause == Cause::collective_sum && candidates == received && received.size() > 1;
     Facts& facts = origin.facts;
     if (meeting.receiver) {
       facts.push_back(fact_of(FactKind::message_changed, sighting, received));

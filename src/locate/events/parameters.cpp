@@ -294,6 +294,7 @@ class Reductions {
                   : overflow && !is_copy ? Cause::collective_sum
                                          : Cause::collective_result,
                   candidates.size() == 1 ? Confidence::high : Confidence::medium, candidates, bad);
+    origin.is_on_every_candidate = origin.cause == Cause::collective_sum && ranks == candidates;
     Facts& facts = origin.facts;
     facts.push_back({.kind = FactKind::clean_before_reduction,
                      .ranks = sorted(ranks),
