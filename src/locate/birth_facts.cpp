@@ -317,6 +317,9 @@ Fact reached_fact(const Root& root) {
 bool is_discarded(const Root& root) {
   const Birth& birth = *root.birth;
   const Phase phase = birth.sighting.phase;
+  if (phase == Phase::backward && detail_of(birth) == Detail::outside_domain) {
+    return root.rank->scanned(Phase::loss) && root.rank->bad_losses().empty();
+  }
   if (phase != Phase::forward && phase != Phase::loss) return false;
   // An operator on gradients reaches them without a derivative.
   const bool is_differentiable = std::ranges::any_of(

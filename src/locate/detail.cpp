@@ -77,6 +77,9 @@ bool is_outside_domain(const Birth& birth) {
   if (constexpr std::string_view kSpecial = "special_"; name.starts_with(kSpecial)) {
     name.remove_prefix(kSpecial.size());
   }
+  if (constexpr std::string_view kBackward = "_backward"; name.ends_with(kBackward)) {
+    name.remove_suffix(kBackward.size());  // of logit, which takes the same argument
+  }
   const auto domain = std::ranges::find(kDomains, name, &Domain::function);
   const auto self = operand(birth, "self");
   return domain != kDomains.end() && self && !domain->has(*self);
@@ -167,10 +170,11 @@ Detail detail_of(const Birth& birth) {
   if (birth.replay == ReplayConclusion::deterministic_overflow && !is_outside_domain(birth)) {
     return Detail::exceeds_range;
   }
-  if (birth.sighting.phase == Phase::backward && has_pole_in_slope(birth.forward_op)) {
-    return Detail::derivative_at_pole;
-  }
-  return of_operator(birth);
+  const Detail own = of_operator(birth);
+  if (birth.sighting.phase != Phase::backward || !has_pole_in_slope(birth.forward_op)) return own;
+  // The root of 1 - x^2 in the derivative of acos is of a negative number where acos itself is NaN.
+  const bool is_of_undefined = own == Detail::sqrt_of_negative || own == Detail::power_of_negative;
+  return is_of_undefined ? Detail::outside_domain : Detail::derivative_at_pole;
 }
 
 }  // namespace nanlocator::inline locate_room

@@ -319,6 +319,18 @@ bool is_class_name(const std::string& module) {
          module.find('.') == module.npos;
 }
 
+/// A number at which the function has a value and a slope.
+const char* safe_argument_of(const Origin& origin) {
+  const std::string& op = origin.forward_op.empty() ? origin.op : origin.forward_op;
+  for (const char* const name : {"acos", "asin", "atanh", "erfinv"}) {
+    if (op == std::string("aten::") + name) return "0";
+  }
+  for (const char* const name : {"logit", "special_logit", "ndtri", "special_ndtri"}) {
+    if (op == std::string("aten::") + name) return "0.5";
+  }
+  return op == "aten::acosh" ? "2" : "1";
+}
+
 std::vector<std::string> widen_steps(const Origin& origin) {
   const std::string large = " so large" + magnitudes_of(origin) + maxima_before_of(origin);
   if (is_conversion(origin)) {
@@ -716,7 +728,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::choose_before:
       return {
           "choose in front of " + operation + ", too, so that it never sees such values" +
-              with_operands(origin) + ": torch.where(keep, x, 1) instead of x",
+              (origin.phase == Phase::backward ? "" : with_operands(origin)) +
+              ": torch.where(keep, x, " + safe_argument_of(origin) + ") instead of x",
           "torch.where or a mask after it does not help: its derivative multiplies by zero, and "
           "zero times NaN or Inf is NaN"};
     case Action::guard_slope:  // the operands are those of the backward operator

@@ -103,6 +103,15 @@ TEST(Detail, InBackwardThePoleIsThatOfTheForwardOperatorsSlope) {
   EXPECT_EQ(detail_of(birth), Detail::division_by_zero);
 }
 
+TEST(Detail, InBackwardARootOfANegativeNumberIsOfAnArgumentOutsideOfTheDomain) {
+  Birth birth = birth_of("aten::rsqrt", {{"self", -3}});  // of 1 - x^2
+  birth.sighting.phase = Phase::backward;
+  birth.forward_op = "aten::acos";
+  EXPECT_EQ(detail_of(birth), Detail::outside_domain);
+  birth.operands.front().at_first_bad = 0;
+  EXPECT_EQ(detail_of(birth), Detail::derivative_at_pole);
+}
+
 TEST(Detail, OfAnotherLibrarysCodeNothingIsSaidOfItsMathematics) {
   Birth birth = birth_of("mylib::div", {{"self", 1}, {"other", 0}});
   birth.is_custom_operator = true;
