@@ -61,7 +61,7 @@ class Attachment:
         self._waiting = Patches(__name__)  # waits for the first use of what an optimizer trains
         self._is_waiting = False
         self._follow_new_optimizers()
-        self._files = CheckpointFiles(lambda: None)  # also before there is a watch
+        self._files = CheckpointFiles(lambda: None, lambda: ())  # also before there is a watch
         megatron_scripts.follow()
         deepspeed_scripts.follow()
         atexit.register(self._say_if_nothing)

@@ -361,17 +361,20 @@ Fact maxima_fact(FactKind kind, const Magnitude& weight, const Maxima& maxima) {
   return fact;
 }
 
-/// The model's largest weight, if it is larger than any training makes weights, and the overflow is
+/// The rank's largest weight, if it is larger than any training makes weights, and the overflow is
 /// not in the module that has it: what follows that module overflows.
 std::optional<Fact> large_weight_elsewhere(const Root& root) {
-  constexpr double kLargest = 1e4;
+  constexpr double kLargest = 1e8;
   const RankEvidence& rank = *root.rank;
   std::optional<Fact> found;
   for (std::size_t position = 0; position < rank.size(); ++position) {
     const std::string& name = rank.parameter(position).name;
     const auto largest = rank.absmax(Phase::params_before, name);
     if (!largest || !(*largest > kLargest) || (found && !(*largest > *found->value))) continue;
-    found = Fact{.kind = FactKind::large_weight, .value = largest, .parameter = name};
+    found = Fact{.kind = FactKind::large_weight,
+                 .ranks = {rank.rank()},
+                 .value = largest,
+                 .parameter = name};
   }
   const auto is_own = [&](const Magnitude& weight) { return weight.parameter == found->parameter; };
   return found && std::ranges::none_of(root.birth->weights, is_own) ? found : std::nullopt;

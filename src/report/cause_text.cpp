@@ -321,14 +321,15 @@ bool is_class_name(const std::string& module) {
 
 /// A number at which the function has a value and a slope.
 const char* safe_argument_of(const Origin& origin) {
-  const std::string& op = origin.forward_op.empty() ? origin.op : origin.forward_op;
-  for (const char* const name : {"acos", "asin", "atanh", "erfinv"}) {
-    if (op == std::string("aten::") + name) return "0";
+  std::string_view name = origin.forward_op.empty() ? origin.op : origin.forward_op;
+  for (const std::string_view prefix : {"aten::", "special_"}) {
+    if (name.starts_with(prefix)) name.remove_prefix(prefix.size());
   }
-  for (const char* const name : {"logit", "special_logit", "ndtri", "special_ndtri"}) {
-    if (op == std::string("aten::") + name) return "0.5";
-  }
-  return op == "aten::acosh" ? "2" : "1";
+  name = name.substr(0, name.find('.'));
+  while (name.ends_with('_')) name.remove_suffix(1);  // in place
+  if (name == "acos" || name == "asin" || name == "atanh" || name == "erfinv") return "0";
+  if (name == "logit" || name == "ndtri") return "0.5";
+  return name == "acosh" ? "2" : "1";
 }
 
 std::vector<std::string> widen_steps(const Origin& origin) {

@@ -156,7 +156,7 @@ std::vector<const CheckpointFile*> never_to_load(const Verdict& verdict) {
   for (const CheckpointFile& each : checkpoints_of(verdict)) {
     const bool is_newer = verdict.launch->steps_before && newest &&
                           each.step > named_step(verdict, *newest) && !may_load_newest(verdict);
-    const bool has_grown = small != nullptr && &each < small;
+    const bool has_grown = small != nullptr && &each < small && each.largest;
     if (is_newer || has_grown || each.is_finite == false) never.push_back(&each);
   }
   return never;

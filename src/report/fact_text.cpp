@@ -602,8 +602,8 @@ std::string plain_text(const Fact& fact) {
     case weights_magnitude:
       return "largest weights of the module: " + values_text(fact);
     case large_weight:
-      return "the largest weight of the model, in " + fact.parameter + ", is " +
-             value_of(fact.value);
+      return "the largest weight of " + ranks_text(fact.ranks) + ", in " + fact.parameter +
+             ", is " + value_of(fact.value);
     case weight_maxima:
       return "the largest weight of " + fact.parameter + " was " + maxima_text(fact) +
              (fact.value ? "; it is " + value_of(fact.value) + " now" : "");

@@ -66,32 +66,47 @@ std::optional<std::int64_t> latest_finished(const fs::path& folder) {
   return number_at(text);
 }
 
-/// A checkpoint of a folder whose names have numbers of steps.
-struct KnownCheckpoint {
+/// A checkpoint that the process has saved, in a folder whose names have numbers of steps.
+struct SavedCheckpoint {
   fs::path folder;
   std::int64_t step = 0;                  // by its name
   std::optional<std::int64_t> updates{};  // see note_saved_checkpoint
+  std::optional<std::int64_t> offset{};   // what names count beyond updates, where that is known
 };
 
 std::mutex files_mutex;
 std::string loaded_path;
-std::optional<KnownCheckpoint> last_saved;
+SavedCheckpoint last_saved;
 
-/// Of a file, or of a file in the folder that is the checkpoint.
-std::optional<KnownCheckpoint> checkpoint_of(const fs::path& path) {
-  for (const fs::path& each : {path, path.parent_path()}) {
-    if (const auto step = step_of(each.filename().string())) {
-      return KnownCheckpoint{each.parent_path(), *step};
-    }
+/// Of a file, or of a file in the folder that is the checkpoint: checkpoint-900/model.pt.
+std::optional<SavedCheckpoint> checkpoint_of(const fs::path& path) {
+  if (const auto step = step_of(path.filename().string())) {
+    return SavedCheckpoint{.folder = path.parent_path(), .step = *step};
   }
-  return std::nullopt;
+  const fs::path folder = path.parent_path();
+  const std::string name = folder.filename().string();
+  const bool ends_with_number =
+      !name.empty() && std::isdigit(static_cast<unsigned char>(name.back())) != 0;
+  const auto step = ends_with_number ? step_of(name) : std::nullopt;
+  if (!step) return std::nullopt;
+  return SavedCheckpoint{.folder = folder.parent_path(), .step = *step};
 }
 
-/// Into which the process saves, or from which it has loaded; empty if that is not known.
-KnownCheckpoint known_checkpoint() {
+/// Names may count microbatches or epochs: the offset is known once two of them agree on it, or if
+/// there is none, or if it is that of names that count from 0.
+std::optional<std::int64_t> offset_of(const SavedCheckpoint& saved, const SavedCheckpoint& before) {
+  if (!saved.updates) return std::nullopt;
+  const std::int64_t offset = saved.step - *saved.updates;
+  const bool is_further = before.updates && before.folder == saved.folder;
+  if (is_further && before.step == saved.step) return before.offset;  // another file of it
+  const bool is_agreed =
+      is_further ? offset == before.step - *before.updates : offset == 0 || offset == -1;
+  return is_agreed ? std::optional(offset) : std::nullopt;
+}
+
+SavedCheckpoint latest_saved() {
   const std::lock_guard lock(files_mutex);
-  const auto known = last_saved ? last_saved : checkpoint_of(loaded_path);
-  return known.value_or(KnownCheckpoint());
+  return last_saved;
 }
 
 /// The first name below `folder` of what was loaded; "" if that lies elsewhere.
@@ -114,7 +129,8 @@ void note_saved_checkpoint(std::string path, std::optional<std::int64_t> updates
   if (!saved) return;
   saved->updates = updates;
   const std::lock_guard lock(files_mutex);
-  last_saved = std::move(saved);
+  saved->offset = offset_of(*saved, last_saved);
+  last_saved = *std::move(saved);
 }
 
 std::vector<CheckpointFile> checkpoints_in(const fs::path& folder) {
@@ -205,15 +221,17 @@ Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t fir
     RankLog own = own_log();
     launch.log = std::move(own.log);
     launch.log_begin = own.log_begin;
-    const KnownCheckpoint known = known_checkpoint();
-    const fs::path folder = checkpoint_dir.empty() ? known.folder : checkpoint_dir;
+    const SavedCheckpoint saved = latest_saved();
+    const fs::path folder = checkpoint_dir.empty() ? saved.folder : checkpoint_dir;
     if (folder.empty()) return launch;
     launch.checkpoint_dir = fs::absolute(folder).lexically_normal().string();
     launch.checkpoints = checkpoints_in(folder);
     launch.loaded = loaded_from(launch.checkpoint_dir);
-    launch.steps_before = known.updates && known.folder == launch.checkpoint_dir
-                              ? std::optional(known.step - *known.updates)
-                              : steps_before(launch.checkpoints, launch.loaded, first, iteration);
+    launch.steps_before = steps_before(launch.checkpoints, launch.loaded, first, iteration);
+    if (saved.updates && saved.folder == launch.checkpoint_dir) {
+      const bool is_same = launch.steps_before == saved.step - *saved.updates;
+      launch.steps_before = is_same ? launch.steps_before : saved.offset;
+    }
   } catch (const std::exception&) {  // what is missing is said to be unknown
   }
   return launch;

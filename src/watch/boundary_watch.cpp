@@ -61,6 +61,7 @@ struct Count {
 
   void begin_pass() {
     first = finished = begun;
+    watches_weights = watches_gradients = false;
     finished_early.clear();
     not_scanned.clear();
   }
@@ -76,6 +77,7 @@ struct CrossingPlace {
   MicrobatchPlace microbatch;
   ModulePath module = nullptr;
   bool carries_weights = false;
+  bool reduces_gradients = false;  // of a framework's own transfer
 };
 
 struct CrossingRecord {
@@ -267,7 +269,7 @@ struct BoundaryWatch::Impl {
     const auto timeline = timelines.find(at::RecordFunction::currentThreadId());
     if (timeline != timelines.end() && timeline->second.transfer) {
       const auto& [owner, reduces_gradients] = *timeline->second.transfer;
-      if (reduces_gradients) return {Phase::grad_reduced, microbatch, owner};
+      if (reduces_gradients) return {Phase::grad_reduced, microbatch, owner, false, true};
       const bool is_in_backward = torch::autograd::get_current_node() != nullptr;
       return {is_in_backward ? Phase::backward : Phase::forward, microbatch, owner, true};
     }
@@ -483,7 +485,8 @@ void BoundaryWatch::finish(CrossingId crossing, std::span<const at::Tensor> rece
   if (!received.empty()) {
     Count& count = impl_->counts[record.lane];
     count.watches_weights |= record.place.carries_weights;
-    count.watches_gradients |= record.place.phase == Phase::grad_reduced;
+    count.watches_gradients |=
+        record.place.reduces_gradients && received.front().is_floating_point();
   }
   impl_->finish(crossing);
 }

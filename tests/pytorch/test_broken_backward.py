@@ -71,6 +71,36 @@ def test_what_the_program_discards_is_no_finding(after_error):
     assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), alone.parameters(), strict=True))
 
 
+def test_what_the_program_discards_by_itself_is_not_repeated():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = nanlocator.watch(model, optimizer)
+    try:
+        for step in range(1, 4):
+            data, Fragile.error = torch.randn(4, 4), torch.OutOfMemoryError("1.5 GiB") if step == 3 else None
+            loss = model[2](Fragile.apply(model[1](model[0](data)))).square().mean()
+            try:
+                loss.backward()
+            except torch.OutOfMemoryError:
+                Fragile.error = None
+                for parameter in model.parameters():
+                    parameter.grad = None
+                for half in data.chunk(2):
+                    (model(half) / half.new_zeros(())).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pytest.fail("the NaN in the gradients was used")
+    except nanlocator.NonFiniteGradientError as error:
+        verdict = error.verdict
+    finally:
+        Fragile.error = None
+        watch.remove()
+    assert [(each["cause"], each["operator"]) for each in verdict["origins"]] == [
+        ("operator_undefined", "aten::div.Tensor")
+    ]
+
+
 def test_a_finite_part_of_the_gradients_is_used_as_without_a_watch():
     watched, alone = (train(1.0, "use", is_watched=each) for each in (True, False))
     assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), alone.parameters(), strict=True))

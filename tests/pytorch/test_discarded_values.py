@@ -22,6 +22,7 @@ PROGRAMS = {
             (torch.asin, 2.0),
             (torch.erfinv, 2.0),
             (torch.logit, 2.0),
+            (torch.Tensor.acos_, 2.0),
         ]
     },
 }

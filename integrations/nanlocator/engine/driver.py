@@ -232,7 +232,12 @@ class Driver(_EngineDriver):
     number_made = 0  # in this process; `attach` reads it to see whether a script scans by itself
 
     def __init__(
-        self, adapter: Adapter, options: _C.LocatorOptions, connection: RankConnection | None
+        self,
+        adapter: Adapter,
+        options: _C.LocatorOptions,
+        connection: RankConnection | None,
+        *,
+        follows_checkpoints: bool = True,
     ) -> None:
         Driver.number_made += 1
         self.adapter = adapter
@@ -244,8 +249,10 @@ class Driver(_EngineDriver):
         own_replays = OwnReplays(weakly(self.locator.add_standing_note))
         self.add_state("CUDA graphs", ReplayedGraphs(adapter.models, own_replays))
         self.add_state("the models' buffers", adapter.buffers)
-        engine = weakref.ref(self._engine)
-        self._checkpoints = CheckpointFiles(lambda: found.updates if (found := engine()) else None)
+        self._files_saved: list[CheckpointFiles] = []
+        if follows_checkpoints:
+            updates, names = weakly(self._updates), weakly(self._names_of_parameters)
+            self._files_saved.append(CheckpointFiles(updates, lambda: names() or ()))
         self._attributes = ModuleAttributes(adapter.models)
         self.add_state("the modules' attributes", self._attributes)
         self._files = WrittenFiles()
@@ -255,7 +262,7 @@ class Driver(_EngineDriver):
         self._watch_hooks: list[ModuleHooks | OwnReplays | CleanTracebacks] = [own_replays, CleanTracebacks()]
         self._trace_hooks: list[TraceHooks] = []
         # A driver that is dropped without `remove` leaves no hook behind.
-        weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks, [self._checkpoints])
+        weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks, self._files_saved)
         if options.level == "modules":
             watch = _C.ModuleWatch(torch.get_num_threads())
             self._engine.watch(watch)
@@ -277,6 +284,12 @@ class Driver(_EngineDriver):
     @property
     def run_dir(self) -> str:
         return self.locator.run_dir
+
+    def _updates(self) -> int:
+        return self._engine.updates
+
+    def _names_of_parameters(self) -> set[str]:
+        return {name for name, _ in self.adapter.parameters}
 
     @property
     def boundaries(self) -> Boundaries | None:
@@ -303,8 +316,8 @@ class Driver(_EngineDriver):
     def stop_following(self) -> None:
         """Stops all scans. The connection stays, to report at exit why this rank ends."""
         self._engine.close()
-        self._checkpoints.remove()
         self.remove()
+        _remove_all(self._files_saved)
 
     def close(self) -> None:
         """Collective."""

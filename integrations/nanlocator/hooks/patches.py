@@ -275,6 +275,8 @@ def _entry_of(wrapped: _Wrapped, point: Point, target: Any) -> Any:
         outer, inner = wrapped.calls
         return outer(inner, *args, **kwargs)
 
+    if isinstance(target, types.ModuleType):  # where pickle finds it: a program sends torch.save to a process
+        entry.__module__, entry.__qualname__ = target.__name__, point.attribute
     return entry
 
 

@@ -397,12 +397,18 @@ KERNEL_LAUNCHES = tuple(
 # --- Megatron-Core -----------------------------------------------------------------------------------
 
 _MEGATRON = "megatron.locator"
+MODULE_LOAD = _row(
+    "torch.nn:Module",
+    "load_state_dict",
+    "loops.recorder",
+    "that weights came from a checkpoint, which count as written by the program",
+)
 TORCH_LOAD = _row("torch", "load", "engine.checkpoint_files", "which checkpoint a script has loaded")
 TORCH_SAVE = _row("torch", "save", "engine.checkpoint_files", "where a script saves its checkpoints")
 DISTRIBUTED_LOAD = _row(
     "torch.distributed.checkpoint.filesystem:FileSystemReader",
     "read_data",
-    "engine.checkpoint_files",
+    "engine.checkpoint_files loops.recorder",
     "which distributed checkpoint a script has loaded",
 )
 DISTRIBUTED_SAVE = _row(  # on the coordinator, once all ranks have written

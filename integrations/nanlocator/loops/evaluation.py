@@ -37,7 +37,7 @@ class Evaluation:
             resolved.level = "grads"
         if several and torch.distributed.get_rank() != 0:
             resolved.on_finding = None  # on rank 0 alone, as in training
-        self._driver = Driver(self._adapter, resolved, None)
+        self._driver = Driver(self._adapter, resolved, None, follows_checkpoints=False)
         self._calls = 0
 
     @property

@@ -11,6 +11,8 @@ There is one recorder at a time, for the thread that made it. While it exists it
 import contextlib
 import functools
 import os
+import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -98,7 +100,7 @@ class StepRecorder:
         self.is_in_backward = False  # a backward into the leaves' gradients is running
         self.has_update = False  # an optimizer has stepped within the current or latest backward
         self.has_gradients = False  # gradients were written in this step
-        self.has_broken_backward = False  # an error ended a backward that had written some of them
+        self.has_only_broken = False  # by backwards that an error ended, and by no other
         self._obstacle = ""  # why this step cannot be executed again
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] | None = None  # once one is asked for
@@ -106,6 +108,7 @@ class StepRecorder:
         self.evaluation: Evaluation | None = None  # calls belong to it, not to a step
         self.losses: list[torch.Tensor] = []  # losses of this step's backwards, detached
         self._broken: _BrokenCall | None = None  # the latest call that an error has ended
+        self._survived: list[_BrokenBackward] = []  # those of this step that had written gradients
         self._has_asked = False  # for gradients as values (torch.autograd.grad) in this step
         self._without_gradient = 0  # calls of modules under `no_grad` that this step has kept
         self.unscaled = WeakIdKeyDictionary()  # a loss scaler's inputs, by its results
@@ -116,6 +119,9 @@ class StepRecorder:
         self._patches.wrap(points.FUNCTIONAL_CALL, self._around_functional_call)
         self._patches.wrap(points.RUN_BACKWARD, self._around_backward)
         self._patches.wrap(points.REGISTER_HOOK, self._around_register_hook)
+        self._patches.wrap(points.MODULE_LOAD, self._around_load)
+        if "torch.distributed.checkpoint" in sys.modules:
+            self._patches.wrap(points.DISTRIBUTED_LOAD, self._around_load)
         if is_distributed():
             for name in ("recv", "recv_anysource"):
                 self._patches.wrap(points.PROCESS_GROUP[name], self._around_receive)
@@ -168,10 +174,11 @@ class StepRecorder:
     def _leave_step(self) -> None:
         self.losses.clear()
         self._broken = None
+        self._survived = []
         self._by_reference: _ByReference = []  # from the latest `_named`
         self._obstacle = ""
         self._without_gradient = 0
-        self._has_asked = self.has_update = self.has_gradients = self.has_broken_backward = False
+        self._has_asked = self.has_update = self.has_gradients = self.has_only_broken = False
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -407,6 +414,8 @@ class StepRecorder:
         """Parameters whose gradients the program changed after its last backward in a way that a re-run does
         not repeat. It repeats operators on gradients, and ``p.grad = p.grad * 0.5``. To be asked before a
         re-run."""
+        for broken in self._survived:
+            broken.look()
         changed = set(self._engine.changed_gradients())
         values = {p: value for p, value in self._assigned().items() if p in changed}
         if values:
@@ -459,7 +468,7 @@ class StepRecorder:
                 broken = _BrokenBackward(call, given, error, self._parameters)
                 self._broken = broken if torch.is_anomaly_enabled() else None
             if not self.has_update and self._has_written(before):
-                self.has_broken_backward = True
+                self.has_only_broken = self.has_only_broken or not self.has_gradients
                 self._add_backward(broken, given, losses)
             raise
         finally:
@@ -468,6 +477,7 @@ class StepRecorder:
             return
         if self.has_update:
             self.give_up("an optimizer steps during its backward pass, and would step again")
+        self.has_only_broken = False
         self._add_backward(call, given, losses)
         self._follower.after_backward()
 
@@ -484,11 +494,17 @@ class StepRecorder:
         self.losses += losses
         if call is not None:
             self._engine.add_backward(call, given)
-        elif self.has_broken_backward:
-            self.give_up("an error ended a backward pass in a module's forward or in a pipeline's schedule")
         else:
             self.give_up("a backward pass ran inside a module's forward (in Lightning: manual optimization)")
+        if isinstance(call, _BrokenBackward):
+            self._survived.append(call)
+            call.is_added = True
         self.has_gradients = True
+
+    def _around_load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a checkpoint brings into the weights is no write of the program's own."""
+        with self.suspended():
+            return original(*args, **kwargs)
 
     def note_weights(self) -> None:
         """Notes the weights with which a pass begins."""
@@ -533,7 +549,7 @@ class StepRecorder:
         with self.suspended():
             bad = broken.refused(own) if broken else values_refused_by(own, [])
         if broken is not None and bad:
-            if not self.has_broken_backward:
+            if not broken.is_added:
                 self._engine.add_backward(broken, broken.given)
         elif bad := [tensor for tensor in bad if self._engine.value_of(tensor) is not None]:
             self._engine.add_backward(_Unfinished(self._named(bad)), bad)
@@ -547,7 +563,7 @@ class StepRecorder:
         if not isinstance(broken, _BrokenBackward) or "returned nan values" not in str(own):
             return False
         broken.goes_on = True
-        if not self.has_broken_backward:  # it had written no gradient yet
+        if not broken.is_added:  # it had written no gradient yet
             self._engine.add_backward(broken, broken.given)
         return True
 
@@ -957,6 +973,7 @@ class _BrokenCall:
     ) -> None:
         self._call = call
         self.given = given
+        self.is_added = False  # to the engine's events
         # Not the error itself: its traceback holds all that the call has computed.
         self._type, self._id, self._depth = type(error), id(error), len(frames_of(error))
 
@@ -983,21 +1000,38 @@ class _BrokenBackward(_BrokenCall):
     def __init__(
         self, call: "_EngineCall", given: list[torch.Tensor], error: Exception, parameters: set[torch.Tensor]
     ) -> None:
-        super().__init__(call, given, error)
+        # A failed backward has not freed its graph; only a program's own end needs the loss again.
+        super().__init__(call, given if torch.is_anomaly_enabled() else [], error)
         self._parameters = parameters
+        self._text = _without_numbers(error)
+        self._written = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
+        self._is_discarded = False
         self.goes_on = False
 
+    def look(self) -> None:
+        """Notes whether the program has discarded what it has written. To be asked before a re-run."""
+        kept = {id(p.grad) for p in self._parameters if p.grad is not None}
+        written = [each() for each in self._written]
+        self._is_discarded = not any(each is not None and id(each) in kept for each in written)
+
     def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._is_discarded:
+            return []
         results: list[torch.Tensor] = []
-        is_anomaly_enabled = torch.is_anomaly_enabled() and not self.goes_on
         try:
-            with torch.autograd.set_detect_anomaly(is_anomaly_enabled):
+            with torch.autograd.set_detect_anomaly(False) if self.goes_on else contextlib.nullcontext():
                 results = self._call.run_again(replay, losses)
-        except self._type:
+        except Exception as error:
+            if self.goes_on or type(error) is not self._type or _without_numbers(error) != self._text:
+                raise
             return results
         if not any(p.grad is not None and is_bad(p.grad) for p in self._parameters):
             raise RuntimeError(f"a backward that {self._type.__name__} had ended went on, without NaN or Inf")
         return results
+
+
+def _without_numbers(error: Exception) -> str:
+    return re.sub(r"\d+", "", str(error))
 
 
 class _Unfinished:

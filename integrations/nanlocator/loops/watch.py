@@ -252,9 +252,10 @@ class Watch(Locator):
             else:
                 has_bad_loss = False
                 self._begin()  # a rollout is between two steps
-            is_left = self._is_unseen and not self._recorder.has_broken_backward
-            is_broken = self._is_unseen and (error is None or may_refuse_values(error))
-            if not (has_bad_loss or self._is_of_bad_values(error) or is_left or is_broken):
+            is_left = self._is_unseen and (
+                not self._recorder.has_only_broken or error is None or may_refuse_values(error)
+            )
+            if not (has_bad_loss or self._is_of_bad_values(error) or is_left):
                 return
             if self._driver.connection is not None:  # the other ranks may not be here
                 self._scan_alone("the program ended" if error is None else first_line(error))
@@ -517,7 +518,7 @@ class Watch(Locator):
         if self._recorder.is_suspended:
             return zero()
         ours = set(self._adapter.tensors).intersection(parameters)
-        if ours and self._recorder.has_broken_backward and self._is_unseen:
+        if ours and self._recorder.has_only_broken and self._is_unseen:
             self._driver.abandon()
             self._forget()
         elif ours:

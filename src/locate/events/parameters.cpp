@@ -166,13 +166,26 @@ class Reductions {
     });
   }
 
-  /// The ranks scanned what reductions of gradients gave them, and nothing bad was among it.
-  static bool was_finite_on_arrival(const BadList& bad) {
-    return std::ranges::all_of(bad, [](const BadOnRank& each) {
+  /// The ranks that add up the gradient.
+  RankList reducing(const BadOnRank& each) const {
+    const auto group = seen_.shard_group_of(*each.rank, *each.bad);
+    if (!group.empty()) return group;
+    const auto& at = each.rank->coordinates();
+    std::vector<int> ranks;
+    for (const Place* place : seen_.groups().at({at.tp.rank, at.pp.rank})) {
+      ranks.push_back(place->rank);
+    }
+    return ranks;
+  }
+
+  /// The ranks scanned what they got out of the reductions in its group, and it was finite.
+  bool was_finite_on_arrival(const BadList& bad) const {
+    return std::ranges::all_of(bad, [&](const BadOnRank& each) {
       const Ledger& ledger = each.rank->ledger();
+      const RankList members = reducing(each);
       return ledger.is_complete &&
-             std::ranges::any_of(ledger.crossings, [](const CrossingCoverage& group) {
-               return group.watches_gradients && group.is_whole();
+             std::ranges::any_of(ledger.crossings, [&](const CrossingCoverage& group) {
+               return group.watches_gradients && group.is_whole() && group.members == members;
              });
     });
   }

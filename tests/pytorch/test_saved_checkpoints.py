@@ -1,5 +1,6 @@
 """The checkpoints that a loop saves and loads by itself: the block names the one to load."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,34 @@ def test_the_newest_that_it_saved_is_named(save, name):
         f"LOAD {Path.cwd() / 'saved' / name} (after step 4, the newest)"
     )
     assert (torch.save, torch.load) == (SAVE, LOAD)
+
+
+def test_what_has_no_weights_is_no_checkpoint():
+    def save(model, number):
+        by_torch(model, number)
+        Path("samples").mkdir(exist_ok=True)
+        torch.save({"outputs": torch.zeros(4)}, f"samples/outputs_step{number}.pt")
+
+    assert "saved/model_step4.pt" in row(train(save), "checkpoint")
+
+
+def test_numbers_that_count_no_updates_are_not_compared_with_them():
+    verdict = train(
+        lambda model, number: by_torch(model, 8 * number),
+        bad_step=8,
+        poison=lambda model: model[0].weight.data.fill_(float("nan")),
+    )
+    assert verdict["launch"]["steps_before"] is None
+    assert "model_step64.pt" not in row(verdict, "checkpoint").replace("NEVER LOAD model_step64.pt", "")
+
+
+def test_torch_save_can_be_sent_to_another_process():
+    model = nn.Linear(2, 2)
+    watch = nanlocator.watch(model, torch.optim.SGD(model.parameters(), 0.1))
+    try:
+        assert pickle.loads(pickle.dumps(torch.save)) is torch.save
+    finally:
+        watch.remove()
 
 
 @pytest.mark.parametrize("first", [0, 801])
