@@ -94,6 +94,7 @@ void bind_recorder(py::module_& m) {
       .def("changed_gradients", &StepRecorder::changed_gradients)
       .def("has_reduced_gradients", &StepRecorder::has_reduced_gradients)
       .def("note_weights", &StepRecorder::note_weights)
+      .def("set_loading", &StepRecorder::set_loading, "is_loading"_a)
       .def("changed_weights", &StepRecorder::changed_weights)
       .def("close", &StepRecorder::close)
       .def("pause", &StepRecorder::pause)

@@ -225,6 +225,10 @@ void StepRecorder::note_weights() {
   impl_->parameters.note_weights();
 }
 
+void StepRecorder::set_loading(bool is_loading) {
+  impl_->is_loading = is_loading;
+}
+
 std::vector<at::Tensor> StepRecorder::changed_weights() const {
   return impl_->parameters.changed_weights();
 }

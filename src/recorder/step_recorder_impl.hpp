@@ -81,6 +81,7 @@ struct StepRecorder::Impl {
   at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
   std::string standing_problem;
   ModulePath module = nullptr;
+  bool is_loading = false;  // see set_loading
   RecordedParameters parameters;
   UnrepeatedWrites unrepeated;
 
@@ -158,6 +159,9 @@ struct StepRecorder::Impl {
   std::unique_ptr<Context> start_function(const at::RecordFunction& call);
   void note_read(const at::RecordFunction& call);
   void note_unkept(const at::RecordFunction& call, const Context& context);
+  /// True for an operator that only moves values that no operator of the program made, as those of
+  /// a loaded checkpoint.
+  [[nodiscard]] bool moves_data(const Context& context);
   void note_unrepeated(const Context& context, std::span<const at::Tensor> written);
   void take_inputs(const std::shared_ptr<RecordedEvent>& event, std::span<const at::Tensor> inputs);
   [[nodiscard]] RecordedInput input_of(const at::Tensor& tensor, std::uint32_t version);

@@ -233,6 +233,22 @@ void StepRecorder::Impl::note_unrepeated(const Context& context,
                   });
 }
 
+bool StepRecorder::Impl::moves_data(const Context& context) {
+  const auto is_data = [&](const at::Tensor& tensor) {
+    const Known* const found = find(tensor);
+    const bool is_made = found != nullptr && write_of(*found->event).has_value();
+    return !is_made && unrepeated.of(tensor) == nullptr && !parameters.contain(tensor);
+  };
+  bool are_data = context.info->moves_values;
+  for (std::size_t i = 0; are_data && i < context.arguments.size(); ++i) {
+    if (context.info->arguments[i] != ArgumentUse::read) continue;
+    for_each_tensor_at(context.arguments[i], [&](const at::Tensor& tensor, int) {
+      are_data = are_data && (!tensor.defined() || is_data(tensor));
+    });
+  }
+  return are_data;
+}
+
 void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context) {
   const OperatorInfo& info = *context.info;
   if (!context.is_kept) return note_unkept(call, context);
@@ -270,7 +286,7 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
         const bool is_of_step = own != nullptr || input.gradient_of.defined() || is_begun;
         if (!is_of_step) elsewhere.push_back(tensor);
         if (!is_of_step && info.arguments[i] == ArgumentUse::overwritten &&
-            parameters.contain(tensor)) {
+            parameters.contain(tensor) && !(is_loading && moves_data(context))) {
           parameters.note_program_write(tensor, {.op = info.full_name, .caller = caller_now()});
         }
         if (own != nullptr) written.push_back(tensor);

@@ -491,11 +491,12 @@ void add_check(const Verdict& verdict, Rows& rows) {
   if (decision.is_to_check && !is_suspected) {
     add_row(rows, "if finite",
             loaded_by_run(verdict) + ": the memory of " + joined(hosts) +
-                " is the suspect. Before the restart, there: " + error_counters_of(verdict) +
-                "   (uncorrectable volatile counts above 0, or NVRM lines since the job began" +
+                " is the suspect; before the restart, there: " + error_counters_of(verdict));
+    add_row(rows, "if errors",  // a row of its own: log scanners take both words for a finding
+            "uncorrectable volatile counts above 0, or NVRM lines since the job began" +
                 began_text(verdict) + ": restart without " +
                 (hosts.size() > 1 ? "the one that has them" : "it") +
-                ", ticket cluster on-call; none: restart on the same hosts)");
+                ", ticket cluster on-call; none: restart on the same hosts");
     return add_again(verdict, rows);
   }
   if (!is_suspected || !leaves_suspects_out(decision)) {

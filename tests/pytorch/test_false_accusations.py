@@ -658,7 +658,7 @@ def test_a_learning_rate_that_stays_nan_is_named():
     optimizer.param_groups[0]["lr"] = math.nan
     verdict = verdict_of(model, lambda _: model(torch.ones(2, 4)).square().mean(), optimizer=optimizer)
     assert verdict["decision"]["kind"] == "DO_NOT_RESTART"
-    assert any("learning rate of it was NaN" in each for each in the_origin(verdict)["evidence"])
+    assert any("learning rate was NaN" in each for each in the_origin(verdict)["evidence"])
 
 
 def test_a_learning_rate_that_was_infinite_for_one_update_is_named():

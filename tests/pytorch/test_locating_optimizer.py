@@ -302,7 +302,7 @@ print("done")
 
 
 def test_the_schema_knows_every_kind_of_fact():
-    header = Path(__file__).resolve().parents[2] / "include" / "nanlocator" / "locate" / "fact.hpp"
+    header = Path(__file__).resolve().parents[2] / "include" / "nanlocator" / "verdict" / "fact.hpp"
     kinds = re.findall(r"^ +FACT\((\w+)\)", header.read_text(), re.MULTILINE)
     assert len(kinds) > 100
     assert kinds == SCHEMA["$defs"]["fact"]["properties"]["kind"]["enum"]

@@ -93,6 +93,9 @@ class StepRecorder {
   /// Parameters that were written to since the last `note_weights`.
   [[nodiscard]] std::vector<at::Tensor> changed_weights() const;
   void note_weights();
+  /// While a checkpoint is loaded into the weights, copies of what no operator made are no writes
+  /// of the program.
+  void set_loading(bool is_loading);
 
   /// Stops recording, and allows another recorder.
   void close() noexcept;

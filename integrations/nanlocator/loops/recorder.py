@@ -503,8 +503,11 @@ class StepRecorder:
 
     def _around_load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a checkpoint brings into the weights is no write of the program's own."""
-        with self.suspended():
+        self._engine.set_loading(True)
+        try:
             return original(*args, **kwargs)
+        finally:
+            self._engine.set_loading(False)
 
     def note_weights(self) -> None:
         """Notes the weights with which a pass begins."""
