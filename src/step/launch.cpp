@@ -104,6 +104,12 @@ std::optional<std::int64_t> offset_of(const SavedCheckpoint& saved, const SavedC
   return is_agreed ? std::optional(offset) : std::nullopt;
 }
 
+fs::path folder_of_loaded() {
+  const std::lock_guard lock(files_mutex);
+  const auto loaded = checkpoint_of(loaded_path);
+  return loaded ? loaded->folder : fs::path();
+}
+
 SavedCheckpoint latest_saved() {
   const std::lock_guard lock(files_mutex);
   return last_saved;
@@ -222,7 +228,9 @@ Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t fir
     launch.log = std::move(own.log);
     launch.log_begin = own.log_begin;
     const SavedCheckpoint saved = latest_saved();
-    const fs::path folder = checkpoint_dir.empty() ? saved.folder : checkpoint_dir;
+    fs::path folder = checkpoint_dir.empty() ? saved.folder : checkpoint_dir;
+    // In the first step nothing is lost by loading the same again, and it may hold the fault.
+    if (folder.empty() && iteration <= first) folder = folder_of_loaded();
     if (folder.empty()) return launch;
     launch.checkpoint_dir = fs::absolute(folder).lexically_normal().string();
     launch.checkpoints = checkpoints_in(folder);

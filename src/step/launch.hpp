@@ -14,7 +14,8 @@
 namespace nanlocator::inline step_room {
 
 /// Reads the clock, the environment of SLURM and torchrun, and the names in `checkpoint_dir` (if it
-/// is empty, in the folder into which the process has saved last). `first`, `iteration`: the
+/// is empty, in the folder into which the process has saved last, or in the first step from which
+/// it has loaded). `first`, `iteration`: the
 /// first step of this process, and that of the finding. Never throws.
 [[nodiscard]] Launch read_launch(const std::filesystem::path& checkpoint_dir, int attempt,
                                  std::int64_t first, std::int64_t iteration) noexcept;

@@ -119,6 +119,20 @@ def test_what_was_saved_with_weights_that_had_grown_is_never_to_be_loaded():
     assert "model_step6.pt (after step 6): finite, and its largest weight" in said
 
 
+def test_a_bad_checkpoint_that_was_loaded_before_anything_was_saved_is_named():
+    def load(model):
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        Path("old").mkdir()
+        SAVE(weights, "old/step_600.pt")
+        weights["2.bias"][0] = float("nan")
+        SAVE(weights, "old/step_700.pt")
+        model.load_state_dict(torch.load("old/step_700.pt"))
+
+    verdict = train(lambda model, number: None, bad_step=1, poison=lambda model: None, before=load)
+    assert "step_700.pt, which this run had loaded: 2.bias holds NaN" in row(verdict, "cause")
+    assert "old/step_600.pt" in row(verdict, "checkpoint")
+
+
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_the_checkpoint_that_it_loaded_is_the_one_that_is_looked_at(is_sharded):
     def load(model):

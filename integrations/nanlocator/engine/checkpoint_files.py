@@ -24,7 +24,8 @@ class CheckpointFiles:
 
     Args:
         updates: the number of the last step whose update is in the weights, where it is known.
-        names: those of the watched parameters. What a program saves is a checkpoint if it has one of them.
+        names: those of the watched parameters, empty if they are not known yet. What a program saves is a
+            checkpoint if it has one of them; so is what it loads, or if it may have.
     """
 
     def __init__(self, updates: Callable[[], int | None], names: Callable[[], Collection[str]]) -> None:
@@ -41,20 +42,23 @@ class CheckpointFiles:
 
     def _load(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         loaded = original(*args, **kwargs)
-        _note_loaded(args[0] if args else kwargs.get("f"))
+        with contextlib.suppress(Exception):  # a note must not end what has been loaded
+            if not (names := self._names()) or _holds_weights(loaded, names):
+                _note_loaded(args[0] if args else kwargs.get("f"))
         return loaded
 
     def _save(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         updates = self._updates()
         saved = original(*args, **kwargs)
-        with contextlib.suppress(Exception):  # a note must not end what has been saved
+        with contextlib.suppress(Exception):
             if _holds_weights(args[0] if args else kwargs.get("obj"), self._names()):
                 _note_saved(args[1] if len(args) > 1 else kwargs.get("f"), updates)
         return saved
 
     def _load_distributed(self, original: Any, reader: Any, *args: Any, **kwargs: Any) -> Any:
         loaded = original(reader, *args, **kwargs)
-        _note_loaded(getattr(reader, "path", None))
+        with contextlib.suppress(Exception):
+            _note_loaded(getattr(reader, "path", None))
         return loaded
 
     def _save_distributed(self, original: Any, writer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,9 +70,8 @@ class CheckpointFiles:
 
 
 def _note_loaded(file: Any) -> None:
-    with contextlib.suppress(Exception):
-        if (path := _path_of(file)) is not None:
-            _C.note_loaded_checkpoint(path)
+    if (path := _path_of(file)) is not None:
+        _C.note_loaded_checkpoint(path)
 
 
 def _note_saved(file: Any, updates: int | None) -> None:
