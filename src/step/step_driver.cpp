@@ -305,6 +305,7 @@ struct StepDriver::Impl {
       throw;
     }
     const auto rerun_error = rerun.take_error();
+    if (decision == Decision::skip) rerun.state().put_back_bad_buffers();
     if (decision != Decision::stop) {
       step.decision = decision;
     } else if (rerun_error) {  // the step is over, for this rank's own error

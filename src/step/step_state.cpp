@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "nanlocator/error.hpp"
+#include "nanlocator/tensor/scan_one.hpp"
 
 namespace nanlocator::inline step_room {
 namespace {
@@ -131,6 +132,21 @@ std::vector<std::string> StepState::restore() {
     }
   }
   return problems;
+}
+
+void StepState::put_back_bad_buffers() {
+  const at::NoGradGuard no_grad;
+  const at::RecordFunctionGuard unobserved(false);
+  const auto is_finite = [](const at::Tensor& tensor) {
+    const auto stats = nanlocator::scan_one(tensor);
+    return !stats || stats->is_finite();
+  };
+  for (auto& buffer : buffers_) {
+    if (!buffer.copy.defined() || !has_moved(buffer.tensor, buffer.copy, buffer.version)) continue;
+    if (is_finite(buffer.tensor) || !is_finite(buffer.copy)) continue;
+    put(buffer.copy, buffer.tensor);
+    buffer.version.reset();
+  }
 }
 
 StepState::End StepState::end() const {

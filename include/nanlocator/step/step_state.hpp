@@ -37,6 +37,10 @@ class StepState {
   /// Restores everything; returns what failed, with the reason: "numpy's generator: ...".
   [[nodiscard]] std::vector<std::string> restore();
 
+  /// Puts back the buffers that are bad now and were finite when saved: a step that is left out
+  /// leaves no NaN in running statistics.
+  void put_back_bad_buffers();
+
   /// Generators and buffers at the end of the first pass, to continue from after the re-runs.
   struct End {
     std::map<std::string, at::Tensor> generators;

@@ -384,6 +384,8 @@ class Driver(_EngineDriver):
         self._attributes.leave()
         self._files.leave()
         self._follow_trace()
+        if decision == _C.Decision.SKIP:
+            self.adapter.buffers.put_back_bad()
         if decision == _C.Decision.STOP:
             raise_for(self.adapter.verdicts[-1], self.run_dir)
         return decision

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanlocator import _C
 from nanlocator.calls.modules import local_part
 
 
@@ -41,6 +42,18 @@ class Buffers:
     def restore(self) -> None:
         for held, key, tensor in self._kept:
             held[key] = tensor
+
+    def put_back_bad(self) -> None:
+        """After a step that is left out: buffers that it has replaced by bad ones. Waits for the device."""
+        for held, key, tensor in self._kept:
+            now = _held(held, key)
+            if tensor is not None and now is not tensor and now is not None and _is_bad(now):
+                held[key] = tensor
+
+
+def _is_bad(tensor: torch.Tensor) -> bool:
+    stats = _C.scan_one(tensor)
+    return stats is not None and not stats.is_finite
 
 
 def _held(held: dict[str, Any], key: str) -> Any:
