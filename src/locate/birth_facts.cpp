@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "locate/detail.hpp"
-#include "locate/kernel_facts.hpp"
 #include "locate/origin_facts.hpp"
+#include "verdict/kernel_facts.hpp"
 
 namespace nanlocator::inline locate_room {
 namespace {

@@ -1,9 +1,9 @@
 #include "nanlocator/report/kernel_replay_text.hpp"
 
 #include "files/json_fields.hpp"
-#include "locate/kernel_facts.hpp"
 #include "record/birth_json.hpp"
 #include "report/fact_text.hpp"
+#include "verdict/kernel_facts.hpp"
 
 namespace nanlocator::inline report_room {
 

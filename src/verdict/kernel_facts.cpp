@@ -1,6 +1,6 @@
-#include "locate/kernel_facts.hpp"
+#include "verdict/kernel_facts.hpp"
 
-namespace nanlocator::inline locate_room {
+namespace nanlocator::inline verdict_room {
 
 void append_kernel_facts(Facts& facts, const KernelReplay& replay, const std::string& kernel) {
   if (replay.executions > 0) {
@@ -39,4 +39,4 @@ void append_kernel_facts(Facts& facts, const KernelReplay& replay, const std::st
   }
 }
 
-}  // namespace nanlocator::inline locate_room
+}  // namespace nanlocator::inline verdict_room
