@@ -104,6 +104,7 @@ void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
 void bind_driver(py::module_& m) {
   m.def("note_loaded_checkpoint", &note_loaded_checkpoint, "path"_a);
   m.def("note_saved_checkpoint", &note_saved_checkpoint, "path"_a, "updates"_a);
+  m.def("forget_saved_checkpoints", &forget_saved_checkpoints);
   py::enum_<Decision>(m, "Decision")
       .value("PROCEED", Decision::proceed)
       .value("RECOVERED", Decision::recovered)

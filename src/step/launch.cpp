@@ -130,6 +130,11 @@ void note_loaded_checkpoint(std::string path) {
   loaded_path = std::move(path);
 }
 
+void forget_saved_checkpoints() {
+  const std::lock_guard lock(files_mutex);
+  last_saved = {};
+}
+
 void note_saved_checkpoint(std::string path, std::optional<std::int64_t> updates) {
   auto saved = checkpoint_of(path);
   if (!saved) return;

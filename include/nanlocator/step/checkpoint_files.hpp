@@ -14,5 +14,7 @@ void note_loaded_checkpoint(std::string path);
 /// was in it, if known. The latest counts whose name, or whose folder's, has the number of a step.
 /// Any thread.
 void note_saved_checkpoint(std::string path, std::optional<std::int64_t> updates);
+/// Another training begins in this process.
+void forget_saved_checkpoints();
 
 }  // namespace nanlocator::inline step_room

@@ -29,6 +29,7 @@ class CheckpointFiles:
     """
 
     def __init__(self, updates: Callable[[], int | None], names: Callable[[], Collection[str]]) -> None:
+        _C.forget_saved_checkpoints()  # of an earlier training in this process
         self._updates, self._names = updates, names
         self._patches = Patches(__name__)
         self._patches.wrap(points.TORCH_LOAD, self._load)
