@@ -61,7 +61,7 @@ class Attachment:
         self._waiting = Patches(__name__)  # waits for the first use of what an optimizer trains
         self._is_waiting = False
         self._follow_new_optimizers()
-        self._files = CheckpointFiles(lambda: None, lambda: ())  # also before there is a watch
+        self._files = CheckpointFiles(lambda: None, lambda: ())  # until a watch follows them itself
         megatron_scripts.follow()
         deepspeed_scripts.follow()
         atexit.register(self._say_if_nothing)
@@ -144,6 +144,7 @@ class Attachment:
         optimizers, trained = self._own_optimizers(), self._trained()
         self._is_waiting = False
         self._waiting.remove()
+        self._files.remove()
         if Driver.number_made > (self.watch is not None):
             return False  # the script has its own scan
         if self.watch is not None:  # another optimizer was constructed since

@@ -6,19 +6,10 @@
 #include <optional>
 #include <string_view>
 
+#include "record/operator_name.hpp"
+
 namespace nanlocator::inline locate_room {
 namespace {
-
-constexpr std::string_view kAten = "aten::";
-
-/// "sqrt" of "aten::sqrt_.out"; "" for another library's operator.
-std::string_view base_name(std::string_view op) {
-  if (!op.starts_with(kAten)) return {};
-  op.remove_prefix(kAten.size());
-  op = op.substr(0, op.find('.'));
-  if (op.ends_with('_') && op.size() > 1) op.remove_suffix(1);
-  return op;
-}
 
 std::optional<double> operand(const Birth& birth, std::string_view name) {
   const auto found = std::ranges::find(birth.operands, name, &Operand::name);
@@ -73,10 +64,7 @@ constexpr auto kDomains = std::to_array<Domain>({
 });
 
 bool is_outside_domain(const Birth& birth) {
-  std::string_view name = base_name(birth.sighting.op);
-  if (constexpr std::string_view kSpecial = "special_"; name.starts_with(kSpecial)) {
-    name.remove_prefix(kSpecial.size());
-  }
+  std::string_view name = function_of(birth.sighting.op);
   if (constexpr std::string_view kBackward = "_backward"; name.ends_with(kBackward)) {
     name.remove_suffix(kBackward.size());  // of logit, which takes the same argument
   }

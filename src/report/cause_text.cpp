@@ -1,4 +1,5 @@
 #include "report/cause_text.hpp"
+#include "record/operator_name.hpp"
 
 #include <algorithm>
 #include <cctype>
@@ -321,12 +322,8 @@ bool is_class_name(const std::string& module) {
 
 /// A number at which the function has a value and a slope.
 const char* safe_argument_of(const Origin& origin) {
-  std::string_view name = origin.forward_op.empty() ? origin.op : origin.forward_op;
-  for (const std::string_view prefix : {"aten::", "special_"}) {
-    if (name.starts_with(prefix)) name.remove_prefix(prefix.size());
-  }
-  name = name.substr(0, name.find('.'));
-  while (name.ends_with('_')) name.remove_suffix(1);  // in place
+  const std::string_view name =
+      function_of(origin.forward_op.empty() ? origin.op : origin.forward_op);
   if (name == "acos" || name == "asin" || name == "atanh" || name == "erfinv") return "0";
   if (name == "logit" || name == "ndtri") return "0.5";
   return name == "acosh" ? "2" : "1";

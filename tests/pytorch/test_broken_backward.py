@@ -71,32 +71,39 @@ def test_what_the_program_discards_is_no_finding(after_error):
     assert all(torch.equal(a, b) for a, b in zip(watched.parameters(), alone.parameters(), strict=True))
 
 
-def test_what_the_program_discards_by_itself_is_not_repeated():
+def verdict_of(backward):
+    """The verdict in three steps, in each of which ``backward(model, step)`` writes the gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     watch = nanlocator.watch(model, optimizer)
     try:
         for step in range(1, 4):
-            data, Fragile.error = torch.randn(4, 4), torch.OutOfMemoryError("1.5 GiB") if step == 3 else None
-            loss = model[2](Fragile.apply(model[1](model[0](data)))).square().mean()
-            try:
-                loss.backward()
-            except torch.OutOfMemoryError:
-                Fragile.error = None
-                for parameter in model.parameters():
-                    parameter.grad = None
-                for half in data.chunk(2):
-                    (model(half) / half.new_zeros(())).mean().backward()
+            backward(model, step)
             optimizer.step()
             optimizer.zero_grad()
-        pytest.fail("the NaN in the gradients was used")
     except nanlocator.NonFiniteGradientError as error:
-        verdict = error.verdict
+        return error.verdict
     finally:
         Fragile.error = None
         watch.remove()
-    assert [(each["cause"], each["operator"]) for each in verdict["origins"]] == [
+    pytest.fail("the NaN in the gradients was used")
+
+
+def test_what_the_program_discards_by_itself_is_not_repeated():
+    def backward(model, step):
+        data, Fragile.error = torch.randn(4, 4), torch.OutOfMemoryError("1.5 GiB") if step == 3 else None
+        loss = model[2](Fragile.apply(model[1](model[0](data)))).square().mean()
+        try:
+            loss.backward()
+        except torch.OutOfMemoryError:
+            Fragile.error = None
+            for parameter in model.parameters():
+                parameter.grad = None
+            for half in data.chunk(2):
+                (model(half) / half.new_zeros(())).mean().backward()
+
+    assert [(each["cause"], each["operator"]) for each in verdict_of(backward)["origins"]] == [
         ("operator_undefined", "aten::div.Tensor")
     ]
 
@@ -107,27 +114,18 @@ def test_a_finite_part_of_the_gradients_is_used_as_without_a_watch():
 
 
 def test_a_backward_that_does_not_end_so_again_is_explained_where_the_nan_comes_again():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    watch = nanlocator.watch(model, optimizer)
-    try:
-        for step in range(1, 4):
-            data = torch.randn(4, 4)
-            data[0, 0] = float("nan") if step == 3 else 0.0
-            loss = model(data).square().mean()
-            if step == 3:
-                data.zero_()  # backward needs what forward has read
-            try:
-                loss.backward()
-            except RuntimeError as error:
-                assert "inplace operation" in str(error)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        pytest.fail("the NaN in the gradients was used")
-    except nanlocator.NonFiniteGradientError as error:
-        verdict = error.verdict
-    finally:
-        watch.remove()
+    def backward(model, step):
+        data = torch.randn(4, 4)
+        data[0, 0] = float("nan") if step == 3 else 0.0
+        loss = model(data).square().mean()
+        if step == 3:
+            data.zero_()  # backward needs what forward has read
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            assert "inplace operation" in str(error)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    verdict = verdict_of(backward)
     assert verdict["job"]["weights_finite"]
     assert [origin["cause"] for origin in verdict["origins"]] == ["bad_input"]
