@@ -158,7 +158,7 @@ std::string same_place_text(const Verdict& verdict) {
   return origin->module.empty() ? "in the same place" : "in " + origin->module;
 }
 
-/// The second time, the decision is another one (locate/decision.hpp).
+/// The second time, the decision is another one (verdict/decision.hpp).
 void add_again(const Verdict& verdict, Rows& rows) {
   const JobDecision& decision = verdict.decision;
   const bool is_restarted = decision.kind != DecisionKind::do_not_restart &&

@@ -249,10 +249,10 @@ class Driver(_EngineDriver):
         own_replays = OwnReplays(weakly(self.locator.add_standing_note))
         self.add_state("CUDA graphs", ReplayedGraphs(adapter.models, own_replays))
         self.add_state("the models' buffers", adapter.buffers)
-        self._files_saved: list[CheckpointFiles] = []
+        self._checkpoint_files: list[CheckpointFiles] = []
         if follows_checkpoints:
             updates, names = weakly(self._updates), weakly(self._names_of_parameters)
-            self._files_saved.append(CheckpointFiles(updates, lambda: names() or ()))
+            self._checkpoint_files.append(CheckpointFiles(updates, lambda: names() or ()))
         self._attributes = ModuleAttributes(adapter.models)
         self.add_state("the modules' attributes", self._attributes)
         self._files = WrittenFiles()
@@ -262,7 +262,7 @@ class Driver(_EngineDriver):
         self._watch_hooks: list[ModuleHooks | OwnReplays | CleanTracebacks] = [own_replays, CleanTracebacks()]
         self._trace_hooks: list[TraceHooks] = []
         # A driver that is dropped without `remove` leaves no hook behind.
-        weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks, self._files_saved)
+        weakref.finalize(self, _remove_all, self._watch_hooks, self._trace_hooks, self._checkpoint_files)
         if options.level == "modules":
             watch = _C.ModuleWatch(torch.get_num_threads())
             self._engine.watch(watch)
@@ -317,7 +317,7 @@ class Driver(_EngineDriver):
         """Stops all scans. The connection stays, to report at exit why this rank ends."""
         self._engine.close()
         self.remove()
-        _remove_all(self._files_saved)
+        _remove_all(self._checkpoint_files)
 
     def close(self) -> None:
         """Collective."""
