@@ -1,16 +1,18 @@
 """Megatron-Core, DistributedDataParallel and FSDP: a fault and its verdict in each case; and healthy steps,
 each re-run, which change no bit.
 
-One rank over NCCL (gloo on the CPU), and two over gloo that share the device.
+One rank over NCCL (gloo on the CPU), and two that share the device, over gloo and over NCCL.
 """
 
 import contextlib
+import datetime
 import gc
 import hashlib
 import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +25,12 @@ import torch.distributed as dist
 from gpu_machine import DEVICE, ROOT, host_waits, synchronize
 from ranks import KeptRanks, RankServer, standard_error
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 from unseen_count import UnseenCount
 
@@ -36,17 +43,44 @@ ELEMENT = 3
 BAD_ELEMENT = 11  # of a weight
 CULPRIT = 1  # of two ranks
 
+NCCL = "nccl" if DEVICE == "cuda" else "gloo"
+BACKENDS = ["gloo", "nccl"] if DEVICE == "cuda" else ["gloo"]
+
 _server = RankServer("torch", on_gpu=DEVICE == "cuda")
-_one = KeptRanks(_server, "nccl" if DEVICE == "cuda" else "gloo")
-_two = KeptRanks(_server)  # NCCL refuses two ranks on one GPU
-_megatron = KeptRanks(RankServer("torch", on_gpu=DEVICE == "cuda"), "nccl" if DEVICE == "cuda" else "gloo")
+# What FSDP has offloaded is reduced on the host.
+_one = KeptRanks(_server, "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
+_two = {backend: KeptRanks(_server, backend) for backend in BACKENDS}
+_megatron = KeptRanks(RankServer("torch", on_gpu=DEVICE == "cuda"), NCCL)
 
 
 def found(ranks: KeptRanks, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """The result of each rank; a tuple if the rank raises."""
-    results = ranks.run_ranks(world_size, function, *arguments)
+    results = ranks.run_ranks(world_size, on_one_gpu, function, *arguments)
     assert all(isinstance(result, dict) for result in results), results
     return results
+
+
+def on_one_gpu(rank: int, world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls the function. NCCL accepts two ranks on one GPU if each says that it is on another host; they
+    then talk over the loopback interface, some 10 ms for each collective."""
+    os.environ |= {
+        "NCCL_HOSTID": f"host{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NET": "Socket",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_MAX_CTAS": "2",
+        "NCCL_ALGO": "Ring",
+        "NCCL_PROTO": "Simple",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_RAS_ENABLE": "0",
+    }
+    return function(rank, world_size, *arguments)
+
+
+def on_one_gpu_alone(rank: int, world_size: int, port: int, program: Callable[..., None]) -> None:
+    """The same for a program of RankServer.run_programs."""
+    on_one_gpu(rank, world_size, program, port)
 
 
 # ---- faults --------------------
@@ -220,6 +254,15 @@ def fsdp2(net: Net, device: str) -> nn.Module:
     return fully_shard(net, mesh=mesh, mp_policy=policy)
 
 
+def fsdp2_offloaded(net: Net, device: str) -> nn.Module:
+    """Weights, gradients and optimizer are on the host; gradients are copied there asynchronously."""
+    mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
+    policy = CPUOffloadPolicy(pin_memory=device == "cuda")
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    return fully_shard(net, mesh=mesh, offload_policy=policy)
+
+
 def fsdp1(net: Net, device: str) -> nn.Module:
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     for number, block in enumerate(net.blocks):
@@ -330,7 +373,7 @@ def verdict_of_closure(loop: Loop, plant: Plant | None, **options: Any) -> tuple
     return None, run_dir
 
 
-WRAPS = {"ddp": ddp, "fsdp2": fsdp2, "fsdp1": fsdp1}
+WRAPS = {"ddp": ddp, "fsdp2": fsdp2, "fsdp2, offloaded": fsdp2_offloaded, "fsdp1": fsdp1}
 WAYS = {
     "watch": (watched_verdict, {}),
     "closure": (verdict_of_closure, {}),
@@ -342,14 +385,23 @@ CASES = [
     ("ddp", "closure, level operators", "log of a negative"),
     *(("fsdp2", "watch", name) for name in LOOP_FAULTS),
     *(("fsdp2", "closure", name) for name in IN_BACKWARD_OR_NOT),
+    *(("fsdp2, offloaded", "watch", name) for name in IN_BACKWARD_OR_NOT),
     *(("fsdp1", "watch", name) for name in IN_BACKWARD_OR_NOT),
 ]
 CASES_OF_TWO = [
-    ("watch", "log of a negative"),
-    ("watch", "0/0 in a Function's backward"),
-    ("watch", "bad weight"),
-    ("watch", "overwritten once"),
-    ("closure, level operators", "log of a negative"),
+    *(
+        (backend, "ddp", way, name)
+        for backend in BACKENDS
+        for way, name in [
+            ("watch", "log of a negative"),
+            ("watch", "0/0 in a Function's backward"),
+            ("watch", "bad weight"),
+            ("watch", "overwritten once"),
+            ("closure, level operators", "log of a negative"),
+        ]
+    ),
+    *((BACKENDS[-1], "fsdp2", "watch", name) for name in IN_BACKWARD_OR_NOT),
+    (BACKENDS[-1], "fsdp1", "watch", "log of a negative"),
 ]
 
 
@@ -395,13 +447,14 @@ def test_a_fault_is_located(wrap, way, name, tmp_path, replays, record_property)
         replays.start(tmp_path)
 
 
-def test_healthy_steps_of_two_ranks_on_one_device_are_executed_again_bit_for_bit():
-    found(_two, 2, healthy, "ddp")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_healthy_steps_of_two_ranks_on_one_device_are_executed_again_bit_for_bit(backend):
+    found(_two[backend], 2, healthy, "ddp")
 
 
-@pytest.mark.parametrize(("way", "name"), CASES_OF_TWO)
-def test_a_fault_of_one_of_two_ranks_on_one_device_is_located(way, name):
-    found(_two, 2, located, "ddp", way, name)
+@pytest.mark.parametrize(("backend", "wrap", "way", "name"), CASES_OF_TWO)
+def test_a_fault_of_one_of_two_ranks_on_one_device_is_located(backend, wrap, way, name, record_property):
+    record_property("found", found(_two[backend], 2, located, wrap, way, name)[0])
 
 
 # ---- one of two ranks runs out of memory in the re-run --------------------
@@ -443,6 +496,35 @@ def test_a_rank_that_fails_in_the_rerun_ends_in_time_and_the_nans_rank_is_named(
     assert [0] in [origin["candidates"] for origin in verdict["origins"]], verdict
 
 
+# ---- one of two ranks is killed while the other waits for it in NCCL --------------------
+
+
+def dies_in_backward(rank: int, world_size: int, port: int) -> None:
+    """Rank 1 computes a NaN and is killed before its gradients are reduced."""
+    url = f"tcp://127.0.0.1:{port}"
+    patience = datetime.timedelta(seconds=40)
+    dist.init_process_group(NCCL, init_method=url, rank=rank, world_size=world_size, timeout=patience)
+    loop = Loop(ddp, DEVICE, rank)
+    nanlocator.watch(loop.model, loop.optimizer, gather_deadline=5.0)
+    loop.step()
+    if rank == CULPRIT:
+        loop.block.fault = log_of_negative
+        loop.block.down.weight.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+    loop.step()
+
+
+def test_the_files_of_a_rank_that_waits_for_a_killed_one_name_it(tmp_path, record_property):
+    started = time.time()
+    (waiting, _, said), (killed, _, _) = _server.run_programs(2, on_one_gpu_alone, dies_in_backward)
+    record_property("seconds", round(time.time() - started, 1))
+    assert killed == -signal.SIGKILL and waiting != 0
+    found = {path.name: round(path.stat().st_mtime - started, 1) for path in tmp_path.rglob("*.json*")}
+    record_property("seconds of files", found)
+    assert any(name.startswith("ledger_") and "dp0" in name for name in found), found
+    verdicts = [json.loads(path.read_text()) for path in tmp_path.rglob("verdict*.json")]
+    assert [CULPRIT] in [verdict["silent_ranks"] for verdict in verdicts], said
+
+
 # ---- Megatron-Core --------------------
 
 
@@ -459,8 +541,8 @@ class MegatronPlaces:
         self.microbatch = 0
         (chunk,) = training.chunks
         self.model = chunk.module.module
-        for number, layer in enumerate(self.model.decoder.layers):
-            self._wrap(number, layer.mlp)
+        for layer in self.model.decoder.layers:
+            self._wrap(layer.layer_number - 1, layer.mlp)
         training._forward = self._forward
 
     def _wrap(self, number: int, mlp: nn.Module) -> None:
@@ -488,8 +570,8 @@ class MegatronPlaces:
         return model(tokens, tokens, None, labels=tokens), loss_of
 
 
-def training(*sizes: Any) -> Any:
-    """Constructs the benchmarks' Training."""
+def training(*sizes: Any, **more: Any) -> Any:
+    """Constructs the benchmarks' Training of a ``Configuration``."""
     sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
     os.environ["MEGATRON_ON"] = DEVICE
     from megatron_training import Training, parallel_state
@@ -498,14 +580,24 @@ def training(*sizes: Any) -> Any:
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     torch.manual_seed(0)
-    return Training(Configuration(*sizes))
+    return Training(Configuration(*sizes, **more))
 
 
-def places() -> MegatronPlaces:
-    if DEVICE == "cuda":
-        made = training("small", 4, 512, 1024, 8, 8, 1024, 256, 1, 1, 1, 2)
+LAYOUTS: dict[str, dict[str, Any]] = {  # of two ranks
+    "TP": {"tp": 2, "pp": 1},
+    "PP": {"tp": 1, "pp": 2},
+    "DP": {"tp": 1, "pp": 1},
+    "EP": {"tp": 1, "pp": 1, "ep": 2, "experts": 4},
+}
+
+
+def places(layout: str | None = None) -> MegatronPlaces:
+    sizes = 4, 64, 128, 4, 4, 256, 32
+    if layout:
+        made = training(layout, *sizes, ranks=2, microbatches=2, **LAYOUTS[layout])
     else:
-        made = training("tiny", 4, 64, 128, 4, 4, 256, 32, 1, 1, 1, 2)
+        sizes = (4, 512, 1024, 8, 8, 1024, 256) if DEVICE == "cuda" else sizes
+        made = training("one rank", *sizes, ranks=1, tp=1, pp=1, microbatches=2)
     made.config.bias_dropout_fusion = False  # compiling it takes a minute of device time
     return MegatronPlaces(made, DEVICE)
 
@@ -520,12 +612,12 @@ def installed(of: Any, **options: Any) -> Any:
     return nanlocator.megatron.install(of.chunks, of.optimizer, **options)
 
 
-def healthy_megatron(rank: int, world_size: int) -> dict[str, Any]:
-    steps = HEALTHY_STEPS[DEVICE]
-    alone = places()
+def healthy_megatron(rank: int, world_size: int, layout: str | None = None) -> dict[str, Any]:
+    steps = 3 if layout else HEALTHY_STEPS[DEVICE]
+    alone = places(layout)
     for _ in range(steps):
         alone.training.step()
-    watched = places()
+    watched = places(layout)
     locator = installed(watched.training, rerun="always", on_bad="report")
     with standard_error() as printed:
         for _ in range(steps):
@@ -548,10 +640,9 @@ LOG_IN_MLP = {
 MEGATRON_FAULTS: dict[str, tuple[Callable[[MegatronPlaces], Any], dict[str, Any], dict[str, Any]]] = {
     "log of a negative": (lambda of: of.faults.update({2: log_of_negative}), {}, LOG_IN_MLP),
     "0/0 in a Function's backward": (
-        lambda of: of.faults.update({1: _ZeroOverZeroInBackward.apply}),
+        lambda of: of.faults.update({2: _ZeroOverZeroInBackward.apply}),
         {},
-        {"cause": "operator_undefined", "operator": "aten::div", "module": "decoder.layers.1.mlp"}
-        | {"phase": "backward"}
+        {"cause": "operator_undefined", "operator": "aten::div", "module": MLP, "phase": "backward"}
         | MICROBATCH,
     ),
     "bad weight": (
@@ -587,15 +678,20 @@ MEGATRON_FAULTS: dict[str, tuple[Callable[[MegatronPlaces], Any], dict[str, Any]
 }
 
 
-def located_in_megatron(rank: int, world_size: int, name: str) -> dict[str, Any]:
+def located_in_megatron(rank: int, world_size: int, name: str, layout: str | None = None) -> dict[str, Any]:
+    return located_in(places(layout), rank, world_size, name)
+
+
+def located_in(of: MegatronPlaces, rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """The fault is on the last rank."""
     plant, options, expected = MEGATRON_FAULTS[name]
-    of = places()
     locator = installed(of.training, on_bad="stop", **options)
     verdict = None
     try:
         of.training.step()
-        with torch.no_grad():
-            plant(of)
+        if rank == world_size - 1:
+            with torch.no_grad():
+                plant(of)
         planted = weights(of)
         of.training.step()
     except NonFiniteGradientError as error:
@@ -608,7 +704,7 @@ def located_in_megatron(rank: int, world_size: int, name: str) -> dict[str, Any]
         if not torch.equal(a.nan_to_num(), b.nan_to_num())
     ]
     assert not moved, "a weight moved"
-    return check(verdict, locator.run_dir, expected, DEVICE)
+    return check(verdict, locator.run_dir, expected | {"rank": world_size - 1}, DEVICE)
 
 
 @pytest.mark.megatron
@@ -629,6 +725,27 @@ def test_the_bundles_of_these_faults_replay(replays, record_property):
     record_property("replays", replays.check())
 
 
+CASES_OF_LAYOUTS = [
+    *((layout, "log of a negative") for layout in LAYOUTS),
+    ("TP", "overwritten once"),
+    ("PP", "0/0 in a Function's backward"),
+    ("DP", "bad weight"),
+    ("DP", "overflow of bf16"),
+]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_healthy_steps_of_two_ranks_of_megatron_are_executed_again_bit_for_bit(layout):
+    found(_megatron, 2, healthy_megatron, layout)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(("layout", "name"), CASES_OF_LAYOUTS)
+def test_a_fault_of_one_of_two_ranks_of_megatron_is_located(layout, name, record_property):
+    record_property("found", found(_megatron, 2, located_in_megatron, name, layout)[0])
+
+
 def bits(of: Any) -> str:
     digest = hashlib.sha256()
     for parameter in (p for chunk in of.chunks for p in chunk.parameters()):
@@ -639,8 +756,8 @@ def bits(of: Any) -> str:
 def large_training() -> Any:
     """1.2 B parameters on the GPU."""
     if DEVICE == "cuda":
-        return training("1 B", 16, 2048, 8192, 16, 16, 32000, 4096, 1, 1, 1, 2)
-    return training("tiny", 2, 64, 128, 4, 4, 256, 32, 1, 1, 1, 2)
+        return training("1 B", 16, 2048, 8192, 16, 16, 32000, 4096, ranks=1, tp=1, pp=1, microbatches=2)
+    return training("tiny", 2, 64, 128, 4, 4, 256, 32, ranks=1, tp=1, pp=1, microbatches=2)
 
 
 def cost_of_megatron(rank: int, world_size: int) -> dict[str, Any]:

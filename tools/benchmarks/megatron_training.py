@@ -77,7 +77,7 @@ class Training:
             persist_layer_norm=False,
             deallocate_pipeline_outputs=False,
             batch_p2p_comm=not c.vp,
-            **self._expert_options(),
+            **self._options(),
         )
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True
@@ -100,7 +100,8 @@ class Training:
         no_sync = [chunk.no_sync for chunk in self.chunks]
         self.config.no_sync_func = no_sync if c.vp else no_sync[0]
 
-    def _expert_options(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
+        """More of TransformerConfig's."""
         if not self.c.experts:
             return {}
         return {
@@ -116,12 +117,15 @@ class Training:
             "moe_pad_expert_input_to_capacity": True,
         }
 
+    def _layer_spec(self) -> Any:
+        return get_gpt_layer_local_spec(
+            num_experts=self.c.experts, moe_grouped_gemm=False, normalization="RMSNorm"
+        )
+
     def _chunk(self, ddp: DistributedDataParallelConfig, vp_stage: int | None) -> torch.nn.Module:
         model = GPTModel(
             self.config,
-            get_gpt_layer_local_spec(
-                num_experts=self.c.experts, moe_grouped_gemm=False, normalization="RMSNorm"
-            ),
+            self._layer_spec(),
             vocab_size=self.c.vocabulary,
             max_sequence_length=self.c.sequence,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
