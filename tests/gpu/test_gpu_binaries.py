@@ -44,6 +44,7 @@ def test_the_kernels_pass_their_tests_under_compute_sanitizer(tool, cases):
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_the_scans_rate_beside_a_copy_of_the_same_bytes(record_property):
     if DEVICE == "cuda":
         command = [BUILD / "bin" / "cuda_scan_benchmark", "--benchmark_format=json"]

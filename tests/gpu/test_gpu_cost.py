@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
 import turns
 from overhead_pytorch import located, watched
 
+pytestmark = pytest.mark.timed
 NO_TOOL = "no tool"
 GPT2 = {
     "350 M, batch 8 x 1024": {"layers": 24, "hidden": 1024, "batch": 8, "sequence": 1024, "rounds": 3},

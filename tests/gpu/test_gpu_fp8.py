@@ -50,7 +50,7 @@ class Quantized(nn.Module):
     """A place for a fault behind the first of three modules of TransformerEngine."""
 
     def __init__(self, compute: Compute, module: str, recipe: str, has_fp8_weights: bool = False) -> None:
-        import transformer_engine.pytorch as te
+        import transformer_engine.pytorch as engine
 
         super().__init__()
         options = {} if module == "Linear" else {"ffn_hidden_size": 4 * WIDTH}
@@ -58,9 +58,9 @@ class Quantized(nn.Module):
             options |= {"num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
         sizes = (WIDTH, WIDTH) if module == "Linear" else (WIDTH,)
         self.recipe = recipe_named(recipe)
-        self.autocast = functools.partial(te.autocast, enabled=recipe != "bf16", recipe=self.recipe)
-        with te.quantized_model_init(enabled=has_fp8_weights, recipe=self.recipe):
-            kind = functools.partial(getattr(te, module), *sizes, **options, params_dtype=torch.bfloat16)
+        self.autocast = functools.partial(engine.autocast, enabled=recipe != "bf16", recipe=self.recipe)
+        with engine.quantized_model_init(enabled=has_fp8_weights, recipe=self.recipe):
+            kind = functools.partial(getattr(engine, module), *sizes, **options, params_dtype=torch.bfloat16)
             self.first, self.middle, self.last = kind(), kind(), kind()
         self.fault = Fault(compute)
         self.head = nn.Linear(WIDTH, 1, dtype=torch.bfloat16)
@@ -79,10 +79,10 @@ class Graphed(Quantized):
     """The middle module is replayed as a CUDA graph."""
 
     def to(self, *args: Any, **kwargs: Any) -> "Graphed":
-        import transformer_engine.pytorch as te
+        import transformer_engine.pytorch as engine
 
         super().to(*args, **kwargs)
-        self.middle = te.make_graphed_callables(
+        self.middle = engine.make_graphed_callables(
             self.middle,
             (batch(DEVICE).requires_grad_(),),
             enabled=self.recipe is not None,

@@ -805,6 +805,7 @@ def cost_of_megatron(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.megatron
+@pytest.mark.timed
 def test_a_step_of_megatron_has_the_same_bits_with_and_without(record_property):
     (figures,) = found(_megatron, 1, cost_of_megatron)
     for name, value in figures.items():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import gpu_prepare  # noqa: E402
 
 
 def gpu(*arguments, folder):
@@ -45,10 +48,31 @@ def test_a_test_that_would_begin_too_late_is_left_out(tmp_path):
     assert {test["outcome"] for test in tests} == {"skipped"}
 
 
-def test_what_a_machine_without_network_lacks_is_packed(tmp_path):
-    done = gpu("--pack", "brought", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    brought = tmp_path / "brought"
-    assert (brought / "dev" / "usr" / "include" / "gtest").exists()
-    assert (brought / "site" / "nlohmann_json" / "include" / "nlohmann" / "json.hpp").exists()
-    assert "MiB" in done.stdout
+def test_quick_times_alone_what_is_timed_and_then_runs_the_parts_beside_each_other(tmp_path):
+    done = gpu("--cpu", "--quick", "--only", "scans", "faults", "--seconds", "0", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *alone, one, another, _ = [line.split()[0] for line in done.stdout.splitlines()]
+    assert alone == ["nccl", "timed"] and {one, another} == {"faults", "scans"}
+
+
+def test_what_a_machine_without_network_lacks_is_copied(tmp_path):
+    gpu_prepare.copy_installed(tmp_path)
+    assert (tmp_path / "dev" / "usr" / "include" / "gtest").exists()
+    assert (tmp_path / "site" / "nlohmann_json" / "include" / "nlohmann" / "json.hpp").exists()
+
+
+def test_a_library_keeps_the_device_code_of_one_architecture():
+    def entry(kind, architecture, code):
+        return struct.pack("<HHIQ12xI16x", kind, 0x101, 48, len(code), architecture) + code
+
+    def fat_binary(*entries):
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(b"".join(entries))) + b"".join(entries)
+
+    def library(*, kept_alone):
+        other = bytes(32) if kept_alone else bytes(range(1, 33))
+        own = bytes(range(33, 65))
+        one = fat_binary(entry(2, 80, other), entry(2, 90, own), entry(1, 90, other))
+        two = fat_binary(entry(2, 100, other))
+        return b"host code" + one + b"\x50\xed\x55\xba is no header" + two + b"end"
+
+    assert gpu_prepare.only_of_one_architecture(library(kept_alone=False)) == library(kept_alone=True)
