@@ -121,6 +121,7 @@ std::optional<Fact> undefined_update(const RankEvidence& rank, std::int64_t para
   const TensorStats *rate = find("lr"), *epsilon = find("eps"), *moment = find("exp_avg_sq");
   if (rate != nullptr && !rate->is_finite()) {
     fact.op = "lr";
+    fact.bad = bad_count(*rate);
     return fact;
   }
   const bool is_zero_over_zero =
@@ -188,6 +189,8 @@ void add_update(const Findings& findings, Origin& origin) {
   if (!kept.undefined && is_of_update) kept.undefined = whole_update(findings, origin);
   if (kept.undefined) {
     kept.undefined->dtype = origin.tensor ? origin.tensor->dtype : "";
+    if (origin.iteration == 2) kept.undefined->step = 1;  // there was no other
+    if (auto whole = whole_update(findings, origin)) kept.undefined->step = whole->step;
     origin.facts.push_back(*std::move(kept.undefined));
   }
   add_fact(FactKind::optimizer_state_bad, kept.bad, origin);

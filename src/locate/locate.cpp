@@ -43,7 +43,10 @@ class Locator {
     judge_bad_weights(findings_, verdict_.origins);
     judge_collective_results(incident, verdict_.origins);
     judge_races(incident, verdict_.rerun, verdict_.origins);
-    for (Origin& origin : verdict_.origins) complete(origin);
+    for (Origin& origin : verdict_.origins) {
+      complete(origin);
+      if (auto rate = learning_rate_of(incident, origin)) origin.facts.push_back(*std::move(rate));
+    }
     describe_job();
     describe_spread();
     add_status_and_notes();

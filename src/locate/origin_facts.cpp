@@ -108,6 +108,24 @@ OriginTensor tensor_of(const Sighting& sighting) {
   return tensor;
 }
 
+std::optional<Fact> learning_rate_of(const Incident& incident, const Origin& origin) {
+  const bool is_of_size = origin.cause == Cause::operator_overflow ||
+                          origin.cause == Cause::divergence ||
+                          has_fact(origin.facts, FactKind::norm_overflows);
+  if (!is_of_size || origin.candidates.empty()) return std::nullopt;
+  const RankEvidence* const rank = incident.find(origin.candidates.front());
+  if (rank == nullptr) return std::nullopt;
+  const auto& states = rank->ledger().optimizer_states;
+  const auto rate = std::ranges::find(states, "lr", &OptimizerState::name);
+  if (rate == states.end() || !rate->stats.is_finite()) return std::nullopt;
+  Fact fact{.kind = FactKind::learning_rate, .value = rate->stats.absmax};
+  for (std::size_t position = 0; position < rank->size(); ++position) {
+    const ParameterRecord& parameter = rank->parameter(position);
+    if (parameter.id == rate->parameter) fact.parameter = parameter.name;
+  }
+  return fact;
+}
+
 std::optional<Fact> near_overflow(const Sighting& sighting) {
   // 16 is four binary orders; healthy gradients of any dtype stay far below.
   if (!is_near_overflow(sighting, 16)) return std::nullopt;

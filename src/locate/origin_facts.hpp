@@ -42,6 +42,10 @@ namespace nanlocator::inline locate_room {
 [[nodiscard]] std::optional<Fact> weights_gathered_unseen(const Incident& incident,
                                                           const std::vector<int>& ranks);
 
+/// With which the optimizer updates the largest weight, for what may come of too large updates: an
+/// overflow of the model or of the gradient's norm, a divergence.
+[[nodiscard]] std::optional<Fact> learning_rate_of(const Incident& incident, const Origin& origin);
+
 /// "layers.3.norm in backward".
 [[nodiscard]] std::string place_of(const Origin& origin);
 /// For a fault in several places: adds `where` to `first`'s one fact of this kind, or creates it.

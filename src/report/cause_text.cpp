@@ -1,11 +1,14 @@
 #include "report/cause_text.hpp"
-#include "record/operator_name.hpp"
 
 #include <algorithm>
 #include <cctype>
 
+#include "files/text.hpp"
 #include "nanlocator/report/sentences.hpp"
+#include "nanlocator/scan/dtype.hpp"
 #include "nanlocator/verdict/cause_table.hpp"
+#include "record/operator_name.hpp"
+#include "report/orders.hpp"
 #include "report/places.hpp"
 #include "report/words.hpp"
 #include "verdict/unordered_facts.hpp"
@@ -40,7 +43,7 @@ std::string title_of(Detail detail) {
     case Detail::mean_of_nothing:
       return "mean over no elements";
     case Detail::too_few_elements:
-      return "deviation of too few elements";
+      return "standard deviation of too few elements";
     case Detail::from_infinity:
       return "NaN of an Inf among the inputs";
     case Detail::made_earlier:
@@ -178,11 +181,9 @@ std::string collective_again_text(const Origin& origin) {
   return "execute the collective on the same values alone: it failed again on finite inputs";
 }
 
-/// "sqrt" of aten::sqrt, "div" of aten::div.Tensor.
-std::string function_of(const std::string& op) {
-  const std::size_t colons = op.rfind("::");
-  const std::size_t begin = colons == std::string::npos ? 0 : colons + 2;
-  return op.substr(begin, op.find('.', begin) - begin);
+/// A square root whose derivative is infinite, so that its argument is 0.
+bool is_root_of_zero(const Origin& origin) {
+  return origin.detail == Detail::derivative_at_pole && function_of(origin.forward_op) == "sqrt";
 }
 
 }  // namespace
@@ -192,6 +193,7 @@ std::string first_bad_call_of(const Origin& origin) {
   if (fact == nullptr) return "";
   std::vector<std::string> parts;
   for (const auto& [name, value] : fact->values) parts.push_back(short_number(value));
+  if (!parts.empty() && is_root_of_zero(origin)) return "torch.sqrt(0)";
   const bool is_division = function_of(origin.op) == "div" || function_of(origin.op) == "div_";
   if (is_division && parts.size() == 2) return parts[0] + " / " + parts[1];
   return parts.empty() ? "" : function_name_of(origin.op) + "(" + joined(parts, ", ") + ")";
@@ -208,7 +210,8 @@ std::vector<std::string> argument_names_of(const Origin& origin) {
     return name;
   };
   const Expression& call = *origin.code->expression;
-  if (without_underscore(function_of(origin.op)) != without_underscore(call.call)) return {};
+  if (without_underscore(std::string(function_of(origin.op))) != without_underscore(call.call))
+    return {};
   if (fact->values.size() > call.arguments.size()) return {};
   std::vector<std::string> names(call.arguments.begin(),
                                  call.arguments.begin() + std::ssize(fact->values));
@@ -245,6 +248,7 @@ std::string where_in_bundle(const Origin& origin) {
 }
 
 std::string with_operands(const Origin& origin) {
+  if (origin.detail == Detail::masked_row) return "";  // one element says nothing of its row
   const std::string call = argument_names_of(origin).empty() ? first_bad_call_of(origin) : "";
   return call.empty() ? "" : " (here " + call + ")";  // the source line's names say it, too
 }
@@ -309,6 +313,13 @@ std::string maxima_before_of(const Origin& origin) {
   return "";
 }
 
+/// Of the inputs now, and of the largest before.
+std::string sizes_of(const Origin& origin) {
+  const std::string now = magnitudes_of(origin), before = maxima_before_of(origin);
+  if (now.empty() || before.empty()) return now + before;
+  return now.substr(0, now.size() - 1) + "; " + before.substr(2);
+}
+
 /// True for a cast or a copy into another dtype, which compute nothing.
 bool is_conversion(const Origin& origin) {
   return origin.op.starts_with("aten::_to_copy") || origin.op.starts_with("aten::copy_");
@@ -329,10 +340,37 @@ const char* safe_argument_of(const Origin& origin) {
   return name == "acosh" ? "2" : "1";
 }
 
+/// " (60 now)"; "" if it is not known.
+std::string learning_rate_of(const Origin& origin) {
+  const Fact* const rate = find_fact(origin.facts, FactKind::learning_rate);
+  return rate == nullptr ? "" : " (" + short_number(rate->value.value_or(0)) + " now)";
+}
+
+/// Where the weights have grown, first of all.
+std::vector<std::string> with_learning_rate(const Origin& origin, std::vector<std::string> steps) {
+  const std::string rate = learning_rate_of(origin);
+  if (!rate.empty() && may_be_of_large_weights(origin)) {
+    steps.insert(steps.begin(), "is the learning rate" + rate +
+                                    " too large? Lower it, or lengthen its warm-up; if it is as "
+                                    "intended:");
+  }
+  return steps;
+}
+
 std::vector<std::string> widen_steps(const Origin& origin) {
-  const std::string large = " so large" + magnitudes_of(origin) + maxima_before_of(origin);
+  const std::string large = " so large" + sizes_of(origin);
   if (is_conversion(origin)) {
-    return {"find what makes the values that are converted to " + dtype_of(origin) + large,
+    const auto largest = largest_finite(dtype_of(origin));
+    const Fact* const input = find_fact(origin.facts, FactKind::input);
+    const bool is_number = origin.tensor && origin.tensor->shape.empty();
+    if (largest && is_number && input != nullptr && input->operand && input->operand->stats) {
+      return {short_number(input->operand->stats->absmax) + " is too large for " +
+              dtype_of(origin) + ", whose largest number is " + number_text(*largest, 6) +
+              ": make it smaller, or compute this part in fp32"};
+    }
+    return {"find what makes the values that are converted to " + dtype_of(origin) +
+                (largest ? ", whose largest number is " + short_number(*largest) + "," : "") +
+                large,
             "if values this large are intended, leave them in fp32"};
   }
   std::vector<std::string> steps = {"find what makes the inputs of " + operation_of(origin) +
@@ -381,7 +419,7 @@ std::vector<std::string> restore_steps(const Origin& origin) {
   if (has_fact(origin.facts, FactKind::copies_clean)) {
     const auto damaged = ranks_of_fact(origin, FactKind::copies_clean);
     return {"test the memory and the links of " + ranks_or(damaged, ranks.c_str()) +
-            " before using it again: no code writes to one copy of several, but for a kernel "
+            " before using it again: no code writes to one copy of several, except a kernel "
             "that writes out of bounds"};
   }
   const bool has_copy = has_fact(origin.facts, FactKind::optimizer_copy_finite);
@@ -690,60 +728,62 @@ std::vector<std::string> steps_text(const Origin& origin) {
               "if no code does, test the memory of " + ranks,
               "go on from a checkpoint in which it is as it was"};
     case Action::widen_or_scale:
-      return widen_steps(origin);
+      return with_learning_rate(origin, widen_steps(origin));
     case Action::scale_inputs:
       if (const Fact* const weight = find_fact(origin.facts, FactKind::large_weight)) {
         return {"find what made " + weight->parameter + " so large (" +
-                    short_number(weight->value.value_or(0)) +
-                    "): the optimizer's rate, or code that writes weights",
+                    short_number(weight->value.value_or(0)) + "): the learning rate" +
+                    learning_rate_of(origin) + ", or code that writes weights",
                 "then the inputs of " + operation + magnitudes_of(origin)};
       }
-      return {"find what makes the inputs of " + operation + " so large" + magnitudes_of(origin) +
-                  maxima_before_of(origin),
-              "if values this large are intended, scale them down: the largest " +
-                  dtype_of(origin) + " is 3.4e38"};
+      return with_learning_rate(
+          origin,
+          {"find what makes the inputs of " + operation + " so large" + sizes_of(origin),
+           operation == "torch.exp"
+               ? "if values this large may occur, clamp them below 88.7, where torch.exp leaves "
+                 "the range of " +
+                     dtype_of(origin)
+               : "if values this large are intended, scale them down: the largest " +
+                     dtype_of(origin) + " is 3.4e38"});
     case Action::compare_peers:
       return {"compare the input of " + operation + with_operands(origin) +
                   " with that of the tensor-parallel peers: a zero on one rank alone comes from "
                   "what produced or reduced it",
               "do not add an epsilon before that: it would hide the fault"};
     case Action::correct_expression:
-      return {"correct what makes the argument of " + operation + ": it is outside the domain" +
-                  with_operands(origin) + "; an epsilon will not help",
-              origin.detail == Detail::outside_domain
-                  ? "where it may legitimately reach the edge of the domain, clamp it to a little "
-                    "inside: "
-                    "at the edge the result or its slope is infinite"
-                  : "where it may legitimately reach the edge of the domain, clamp it to a small "
-                    "positive number: "
-                    "at exactly zero the slope is infinite"};
+      return {
+          "correct what makes the argument of " + operation + ": it is outside the domain" +
+              with_operands(origin) + "; an epsilon will not help",
+          origin.detail == Detail::outside_domain
+              ? "where it may legitimately reach the edge of the domain, clamp it to a little "
+                "inside: "
+                "at the edge the result or its slope is infinite"
+              : "clamp it to a small positive number only where rounding may bring it to zero or "
+                "just below: at exactly zero the slope is infinite"};
     case Action::find_source_of_zero:
       return {"find what made " + zero_of(origin) + with_operands(origin),
               "if a zero may occur there, replace it before " + operation +
-                  " (torch.where after it still gives NaN in backward); if not, a guard would only "
-                  "hide "
-                  "the fault"};
+                  " (torch.where after it still gives NaN in backward); if it may not, do not "
+                  "clamp it: that would hide the fault"};
     case Action::choose_before:
       return {
-          "choose in front of " + operation + ", too, so that it never sees such values" +
+          "replace such values before " + operation +
               (origin.phase == Phase::backward ? "" : with_operands(origin)) +
-              ": torch.where(keep, x, " + safe_argument_of(origin) + ") instead of x",
+              ": torch.where(keep, x, " + safe_argument_of(origin) +
+              ") instead of x, where keep is false for what the loss leaves out",
           "torch.where or a mask after it does not help: its derivative multiplies by zero, and "
           "zero times NaN or Inf is NaN"};
     case Action::guard_slope:  // the operands are those of the backward operator
-      return {
-          "look at the input of " + operation + ", where its slope is infinite" +
-              where_in_bundle(origin) +
-              (first_bad_call_of(origin).empty()
-                   ? ""
-                   : "; its derivative computed " + first_bad_call_of(origin)),
-          "if this input is legitimate, keep it away from there in forward (clamp it, or add an "
-          "epsilon inside); if not, find what made it"};
+      return {"the slope of " + operation + " is infinite at " +
+                  (is_root_of_zero(origin) ? "0" : "this input") + where_in_bundle(origin) +
+                  (first_bad_call_of(origin).empty() || is_root_of_zero(origin)
+                       ? ""
+                       : "; its derivative computed " + first_bad_call_of(origin)),
+              "if the input is legitimate, keep it away from there in forward (clamp it, or add an "
+              "epsilon inside); if not, find what made it"};
     case Action::guard_masked_row:
-      return {
-          "check the mask of this batch: the softmax of a row that is masked altogether is "
-          "undefined",
-          "leave such rows out, or unmask one position"};
+      return {"check the mask of this batch: the softmax of a fully masked row is undefined",
+              "leave such rows out, or unmask one position"};
     case Action::keep_infinity_out:
       return {"0 times Inf, Inf minus Inf and Inf over Inf are NaN" + with_operands(origin) +
                   ": keep the Inf out of " + operation,
@@ -751,8 +791,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
               "masked elements out before " +
                   operation};
     case Action::guard_deviation:
-      return {"a deviation of one element is 0 over 0: leave " + operation +
-                  " out where fewer than two elements remain, or pass correction=0, which gives 0",
+      return {"a standard deviation of one element is 0 over 0: skip " + operation +
+                  ", and what divides by it, where fewer than two elements remain",
               "if there should have been more elements, look at the batch"};
     case Action::correct_custom_code:
       return {"correct " + operation + ": it makes NaN or Inf from finite inputs" +
@@ -803,9 +843,9 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "numpy, another thread; it repeats with the same data, as no broken memory does",
           "it was written between " + writer_of(origin)};
     case Action::test_device:
-      return {"read the error counters of the device of " + ranks +
-                  " (ECC, NVRM in dmesg): new errors there mean that it is to be replaced",
-              "if it is found on another device, look for a race or a kernel that is not "
+      return {"cluster on-call: read the error counters of the device of " + ranks +
+                  " (ECC, NVRM in dmesg); with new errors, replace it",
+              "if the fault comes again on another device, look for a race or a kernel that is not "
               "deterministic"};
     case Action::wait_for_transfer:
       return ordering_steps(origin, Concurrent::transfer);
@@ -899,10 +939,11 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::lower_learning_rate:
       return {"look at the data from step " + begin_of_climb(origin) + " on" +
                   (dtype_of(origin) == "float16" ? "; check the loss scale" : ""),
-              "lower the learning rate or lengthen its warm-up"};
+              "lower the learning rate" + learning_rate_of(origin) + " or lengthen its warm-up"};
     case Action::inspect_norm:
-      return {"look at the history of the gradient norm (nanlocator history)",
-              "lower the learning rate or check this layer's scale"};
+      return {
+          "look at the history of the gradient norm (nanlocator history)",
+          "lower the learning rate" + learning_rate_of(origin) + " or check this layer's scale"};
     case Action::trace_operators:
       return {level_up_text(origin)};
     case Action::inspect_batch:

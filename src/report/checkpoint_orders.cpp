@@ -16,7 +16,7 @@
 namespace nanlocator::inline report_room {
 namespace {
 
-constexpr const char* kNothingBadSaved = "no NaN or Inf can have been saved";
+constexpr const char* kNothingBadSaved = "saved before this fault";
 
 bool needs_checkpoint(const Verdict& verdict) {
   return verdict.decision.kind != DecisionKind::none_needed;
@@ -65,10 +65,21 @@ std::string garbage_text(const Verdict& verdict) {
   const Origin* const origin = deciding_origin(verdict);
   const bool is_garbage = origin != nullptr && (origin->cause == Cause::uninitialised_memory ||
                                                 origin->cause == Cause::race);
-  return is_garbage ? "; what it was trained to so far is in doubt (earlier steps may have read "
-                      "wrong finite "
-                      "values there): that is for the model author to judge, in the morning"
-                    : "";
+  return is_garbage
+             ? "; restart all the same; earlier steps may have used wrong finite values, and the "
+               "model author decides in the morning whether to keep the run"
+             : "";
+}
+
+/// None of the run's own steps can be used. In its own count, so the names do not matter.
+std::string as_started(const Verdict& verdict) {
+  const bool has_none = verdict.launch && !verdict.launch->checkpoint_dir.empty() &&
+                        verdict.launch->checkpoints.empty();
+  const std::string why =
+      verdict.iteration <= 1 ? " (it completed no step)" : " (no later step can be used)";
+  return has_none ? "start it from the beginning: " + verdict.launch->checkpoint_dir +
+                        " holds no checkpoint"
+                  : "LOAD what this run was started from" + why;
 }
 
 /// What to load once the job may start again.
@@ -85,22 +96,27 @@ std::string loaded_text(const Verdict& verdict) {
              short_number(*grown_from->largest) + ", had not grown";
     }
     const auto before = step_before_growth(verdict);
-    return "LOAD the newest" +
-           (before ? " of " + step_text(named_step(verdict, *before)) + " or older" +
-                         counts_other_steps(verdict)
-                   : std::string()) +
-           " whose largest weight is at most ten times that of the one before it (finite is not "
-           "enough); this shows them all: " +
-           all + "; if there is none: from the start";
+    const std::string old = before ? " of " + step_text(named_step(verdict, *before)) +
+                                         " or older" + counts_other_steps(verdict)
+                                   : std::string();
+    if (folder.empty() && before) {
+      return "LOAD one" + old +
+             " (this run was not seen to save any), else what this run was started from";
+    }
+    return "LOAD the newest" + old +
+           " from before the weights grew (finite is not enough): its largest weight is at most "
+           "ten times that of the one before it in the list of " +
+           all + "; if there is none: start from the beginning";
   }
   if (decision.is_to_check) {
     const bool is_down = decision.kind == DecisionKind::do_not_restart;
-    return "LOAD the newest that this finds finite, every tensor of it: " + all +
-           (is_down ? "; if none is: from the start"
+    if (is_down && decision.newest_step && *decision.newest_step < 1) return as_started(verdict);
+    return "run " + all + " and LOAD the newest that it finds finite" +
+           (is_down ? "; if there is none: start from the beginning"
             : ranks_to_look_at(verdict).empty()
-                ? "; if none is, or it is " + loaded_by_run(verdict) +
+                ? "; if there is none, or only " + loaded_by_run(verdict) +
                       ": leave it down, page the model author"
-                : "; if none is: leave it down, page the model author");
+                : "; if there is none: leave it down, page the model author");
   }
   if (file != nullptr) {
     const std::string path = joined_path(folder, file->name);
@@ -111,31 +127,31 @@ std::string loaded_text(const Verdict& verdict) {
     const bool is_of_before =
         decision.newest_step && *decision.newest_step == verdict.iteration - 1;
     if ((may_load_newest(verdict) || is_of_before) && verdict.job.are_weights_finite == true) {
-      return load + ": " + kNothingBadSaved + garbage_text(verdict);
+      const std::string garbage = garbage_text(verdict);
+      return load + ": " + (garbage.empty() ? kNothingBadSaved : "it holds no NaN or Inf") +
+             garbage;
     }
     if (file->is_finite == true) {
-      return load + ": every tensor of it was read and is finite" + garbage_text(verdict);
+      return load + ": all of its tensors were read and are finite" + garbage_text(verdict);
     }
     return load + ", once " + check_command(path) +
-           " finds it finite, else the one before; if none is: from the start" +
+           " finds it finite, else the one before; if none is: start from the beginning" +
            garbage_text(verdict);
   }
-  if (decision.newest_step &&
-      *decision.newest_step < 1) {  // its own count, so the names do not matter
-    const bool has_none = verdict.launch && !folder.empty() && verdict.launch->checkpoints.empty();
-    return has_none ? "start it from the beginning: " + folder + " holds no checkpoint"
-                    : "LOAD what this run was started from: none of its steps can be used";
-  }
+  if (decision.newest_step && *decision.newest_step < 1) return as_started(verdict);
   if (may_load_newest(verdict)) {
-    const std::string newest =
-        folder.empty() ? "LOAD the newest in the job's own folder (this run was not seen to save "
-                         "any), or start from the beginning if there is none"
-                       : "none is in " + folder + " yet; if one is elsewhere";
     const bool is_known = verdict.job.are_weights_finite == true;
+    if (!folder.empty() && is_known) {
+      return folder + " holds none yet: LOAD what this run was started from" +
+             garbage_text(verdict);
+    }
+    const std::string newest =
+        folder.empty() ? "LOAD the newest that the job has (this run was not seen to save any)"
+                       : folder + " holds no other: LOAD the newest older one from elsewhere";
     return newest +
-           (is_known ? std::string(": ") + kNothingBadSaved
-                     : ", once " + check_command("FOLDER") +
-                           " finds it finite, else the one before; if none is: from the start") +
+           (is_known ? std::string(", else start from the beginning")
+                     : ", if " + check_command("PATH") +
+                           " finds it finite; if there is none: start from the beginning") +
            garbage_text(verdict);
   }
   return "LOAD the newest from before the update of step " + first_bad_step(verdict) +
@@ -160,31 +176,6 @@ std::vector<const CheckpointFile*> never_to_load(const Verdict& verdict) {
     if (is_newer || has_grown || each.is_finite == false) never.push_back(&each);
   }
   return never;
-}
-
-/// Moves away what no resubmit may load: these, or what the running job saves after `good`.
-void add_aside(const Verdict& verdict, const std::vector<const CheckpointFile*>& never,
-               const CheckpointFile* good, Rows& rows) {
-  constexpr std::size_t kMost = 4;
-  const bool is_running = course_of(verdict) == Course::goes_on_damaged && good != nullptr;
-  if (!is_running && (never.empty() || never.size() > kMost)) return;
-  const std::filesystem::path folder(verdict.launch->checkpoint_dir);
-  const std::string aside = shell_word(folder.string() + ".set_aside");
-  std::string command = "mkdir -p " + aside + " && ";
-  if (is_running) {  // not the files that name the latest
-    command += "find " + shell_word(folder.string()) +
-               " -mindepth 1 -maxdepth 1 ! -name 'latest*' -newer " +
-               shell_word((folder / good->name).string()) + " -exec mv -t " + aside + " {} +";
-  } else {
-    command += "mv";
-    for (const CheckpointFile* const each : never) {
-      command += " " + shell_word((folder / each->name).string());
-    }
-    command += " " + aside + "/";
-  }
-  add_row(
-      rows, "aside",
-      (is_running ? "when it is gone: " : "now: ") + command + "   (so that no resubmit loads it)");
 }
 
 }  // namespace
@@ -248,14 +239,29 @@ const CheckpointFile* loaded_and_read(const Verdict& verdict, const Origin& orig
   return loaded != found.end() && loaded->is_finite ? &*loaded : nullptr;
 }
 
+std::string fixed_text(const Verdict& verdict) {
+  const Origin* const origin = deciding_origin(verdict);
+  const CheckpointFile* const loaded =
+      origin == nullptr ? nullptr : loaded_and_read(verdict, *origin);
+  return loaded != nullptr && loaded->is_finite == false ? "" : "after the fix: ";
+}
+
 std::string load_of(const Verdict& verdict) {
   if (!needs_checkpoint(verdict)) return "not needed";
-  if (verdict.decision.kind == DecisionKind::do_not_restart) return "nothing now";
+  if (verdict.decision.kind == DecisionKind::do_not_restart) {
+    const CheckpointFile* const file = may_be_of_large_weights(verdict)
+                                           ? checkpoint_before_growth(verdict)
+                                       : verdict.decision.is_to_check ? nullptr
+                                                                      : checkpoint_to_load(verdict);
+    const bool is_known =
+        file != nullptr && (verdict.job.are_weights_finite == true || file->is_finite == true);
+    return is_known ? "after the fix: " + file->name : "nothing now";
+  }
   if (may_be_of_large_weights(verdict)) {
     const CheckpointFile* const grown_from = checkpoint_before_growth(verdict);
     return grown_from != nullptr ? grown_from->name : "only one from before the weights grew";
   }
-  if (verdict.decision.is_to_check) return "only one checked finite";
+  if (verdict.decision.is_to_check) return "the newest found finite";
   if (const CheckpointFile* const file = checkpoint_to_load(verdict)) {
     const bool is_known = verdict.job.are_weights_finite == true || file->is_finite == true;
     return file->name + (is_known ? "" : ", after its check");
@@ -293,8 +299,35 @@ void add_checkpoint(const Verdict& verdict, Rows& rows) {
   }
   const bool is_down = decision.kind == DecisionKind::do_not_restart;
   add_row(rows, "checkpoint",
-          oldest_newer + bad + (is_down ? "when it is fixed, " : "") + loaded_text(verdict));
-  add_aside(verdict, never, checkpoint_to_load(verdict), rows);
+          oldest_newer + bad + (is_down ? fixed_text(verdict) : "") + loaded_text(verdict));
+}
+
+void add_aside(const Verdict& verdict, Rows& rows) {
+  if (!needs_checkpoint(verdict)) return;
+  const auto never = never_to_load(verdict);
+  const CheckpointFile* const good = checkpoint_to_load(verdict);
+  constexpr std::size_t kMost = 4;
+  const bool is_running = course_of(verdict) == Course::goes_on_damaged && good != nullptr;
+  if (!is_running && (never.empty() || never.size() > kMost)) return;
+  const std::filesystem::path folder(verdict.launch->checkpoint_dir);
+  const std::string aside = shell_word(folder.string() + ".set_aside");
+  std::string command = "mkdir -p " + aside + " && ";
+  if (is_running) {  // not the files that name the latest
+    command += "find " + shell_word(folder.string()) +
+               " -mindepth 1 -maxdepth 1 ! -name 'latest*' -newer " +
+               shell_word((folder / good->name).string()) + " -exec mv -t " + aside + " {} +";
+  } else {
+    command += "mv";
+    for (const CheckpointFile* const each : never) {
+      command += " " + shell_word((folder / each->name).string());
+    }
+    command += " " + aside + "/";
+  }
+  add_row(rows, "aside", command);
+  add_row(rows, "",
+          is_running ? "(when the job is gone: sets aside what it saved since, so that no resubmit "
+                       "loads that; look where a file that names the latest leads)"
+                     : "(now, so that no resubmit loads it)");
 }
 
 std::string moved_text(const Verdict& verdict) {

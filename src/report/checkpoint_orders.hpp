@@ -27,10 +27,15 @@ namespace nanlocator::inline report_room {
 /// The checkpoint that this run had loaded, if the bad values may have come from it and it was read
 /// to the end; else null.
 [[nodiscard]] const CheckpointFile* loaded_and_read(const Verdict& verdict, const Origin& origin);
+/// Moves away what no resubmit may load: what was found bad, or what the running job saves.
+void add_aside(const Verdict& verdict, Rows& rows);
+/// "after the fix: "; "" where a checkpoint is all that is wrong.
+[[nodiscard]] std::string fixed_text(const Verdict& verdict);
+
 [[nodiscard]] std::string load_of(const Verdict& verdict);
 /// "MOVE step_200.pt AWAY", of checkpoints that no resubmit may load; "" if none is known.
 [[nodiscard]] std::string moved_text(const Verdict& verdict);
-/// What to load, and what to move away.
+/// What to load, and what never.
 void add_checkpoint(const Verdict& verdict, Rows& rows);
 
 }  // namespace nanlocator::inline report_room

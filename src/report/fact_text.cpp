@@ -259,6 +259,9 @@ std::string maxima_text(const Fact& fact) {
   for (const auto& [step, value] : fact.values) numbers.push_back(short_number(value));
   if (fact.values.empty()) return "not known";
   const auto& [first, last] = std::pair(fact.values.front().first, fact.values.back().first);
+  if (numbers.size() == 2) {
+    return numbers[0] + " in step " + first + " and " + numbers[1] + " in step " + last;
+  }
   return joined(numbers) +
          (first == last ? " in step " + first : " in steps " + first + " to " + last);
 }
@@ -598,12 +601,14 @@ std::string plain_text(const Fact& fact) {
       return "called in the framework at " +
              (fact.code ? code_text(*fact.code) : "an unknown line");
     case literal_of:
-      return "the Inf is a literal, of " + fact.op;
+      return function_name_of(fact.op) + " put the Inf there, on purpose";
     case weights_magnitude:
       return "largest weights of the module: " + values_text(fact);
     case large_weight:
       return "the largest weight of " + ranks_text(fact.ranks) + ", in " + fact.parameter +
              ", is " + value_of(fact.value);
+    case learning_rate:
+      return "the learning rate of " + fact.parameter + " is " + value_of(fact.value);
     case weight_maxima:
       return "the largest weight of " + fact.parameter + " was " + maxima_text(fact) +
              (fact.value ? "; it is " + value_of(fact.value) + " now" : "");
@@ -654,7 +659,7 @@ std::string plain_text(const Fact& fact) {
     case members_got_other_bits:
       return other_results_text(fact);
     case every_copy_bad:
-      return "every rank that holds it and scanned it has it: no fault of one device";
+      return "all scanned copies of it are bad, so one faulty device is no explanation";
     case no_copy_elsewhere:
       return "no rank that scanned it holds a copy to compare it with";
     case copies_not_scanned:
@@ -674,16 +679,17 @@ std::string plain_text(const Fact& fact) {
                " read it, and its loss and gradients were finite: its update made every element "
                "bad";
       }
-      return fact.op == "lr" ? "the optimizer's learning rate was NaN or Inf"
-                             : "the optimizer's epsilon of it is 0 in " + fact.dtype +
-                                   ": where the second moment is 0, too, its update is 0 / 0";
+      return fact.op == "lr" ? "the optimizer's learning rate was " +
+                                   std::string(fact.bad && fact.bad->nan > 0 ? "NaN" : "Inf")
+                             : "the optimizer's epsilon is 0 in " + fact.dtype +
+                                   ", and the update is 0 / 0 where the second moment is 0";
     case optimizer_copy_finite:
       return "the optimizer's own copy of it (" + joined(fact.names) + ") on " +
              ranks_text(fact.ranks) + " is finite";
     case optimizer_state_finite:
       return "the optimizer's " + joined(fact.names) + " of it on " + ranks_text(fact.ranks) +
              (fact.names.size() == 1 ? " is" : " are") +
-             " finite: no bad gradient of an earlier step went in";
+             " finite, so no earlier gradient made it bad";
     case finite_after_update:
       return "it was finite after the update of step " + std::to_string(fact.step.value_or(0)) +
              ": it was damaged between that and this step's end";
@@ -910,7 +916,7 @@ int place_of(const Fact& fact) {
   if (fact.kind <= loss_bad_gradients_finite) return 0;
   if (fact.kind <= further_weights_bad) return 2;
   if (fact.kind <= did_not_climb) return 3;
-  if (fact.kind == weight_maxima || fact.kind == gradient_maxima) return 3;
+  if (fact.kind >= learning_rate && fact.kind <= gradient_maxima) return 3;
   return fact.kind >= order_not_observed && fact.kind <= missing_largest ? 5 : 4;
 }
 

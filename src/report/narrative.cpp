@@ -10,6 +10,7 @@
 #include "files/text.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 #include "nanlocator/report/sentences.hpp"
+#include "record/operator_name.hpp"
 #include "report/cause_text.hpp"
 #include "report/checkpoint_orders.hpp"
 #include "report/error_code.hpp"
@@ -49,7 +50,9 @@ std::string elements_of(const Origin& origin) {
   if (bad == 0 || numel < 2) return "";
   if (bad == numel) return " in every element";
   std::string text = " in " + counted(bad) + " of " + counted(numel) + " elements";
-  if (!tensor.first_bad_index.empty()) text += " from " + describe_shape(tensor.first_bad_index);
+  if (!tensor.first_bad_index.empty()) {
+    text += (bad == 1 ? " (at " : " (first at ") + describe_shape(tensor.first_bad_index) + ")";
+  }
   return text;
 }
 
@@ -62,6 +65,9 @@ std::string operation_text(const Origin& origin) {
     return "the backward of " + function_name_of(origin.forward_op);
   }
   if (origin.op.empty()) return origin.module.empty() ? "an operation" : "the module";
+  if (function_of(origin.op) == "_to_copy" && origin.tensor && !origin.tensor->dtype.empty()) {
+    return "the conversion to " + origin.tensor->dtype;
+  }
   return collective_kind_of(origin.op) ? collective_name_of(origin.op)
                                        : function_name_of(origin.op);
 }
@@ -120,8 +126,8 @@ std::string reached_of(const Verdict& verdict, const Origin& origin) {
   const Spread& spread = verdict.spread;
   if (spread.parameters.empty()) return "";
   const bool is_discarded = has_fact(origin.facts, FactKind::discarded);
-  return std::string(is_discarded ? "; it was left out of the loss, which is finite, but its "
-                                    "derivative reached the gradients of "
+  return std::string(is_discarded ? "; the loss leaves it out and is finite, but its derivative "
+                                    "reached the gradients of "
                                   : "; it reached the gradients of ") +
          count_text(spread.parameters.size(), "parameter") +
          (spread.ranks.size() > 1 ? " on " + count_text(spread.ranks.size(), "rank") : "");
@@ -247,8 +253,9 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
   const std::string machine = same_machine(verdict, origin);
   for (const Fact& fact : ordered_facts(origin)) {
     // A re-run of values that were there before says nothing: it starts from them.
-    const bool is_of_before =
-        fact.kind == FactKind::copies_clean || fact.kind == FactKind::update_undefined;
+    const bool is_of_before = fact.kind == FactKind::copies_clean ||
+                              fact.kind == FactKind::update_undefined ||
+                              fact.kind == FactKind::optimizer_state_bad;
     if (was_there(origin) && !is_of_before) continue;
     if (origin.cause == Cause::empty_loss_mask) break;  // they would prove the division
     const bool is_of_variants = is_shown_by_variants(origin);
@@ -269,10 +276,10 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
       case FactKind::rerun_identical:
         if (has_fact(origin.facts, FactKind::transfer_not_run_again)) break;
         if (!is_of_variants)
-          tests.push_back("the same came back, bit for bit, in a re-run on " + machine);
+          tests.push_back("a re-run on " + machine + " reproduced it bit for bit");
         break;
       case FactKind::rerun_differs:
-        tests.push_back("it came back in a re-run on " + machine);
+        tests.push_back("a re-run on " + machine + " reproduced it");
         break;
       case FactKind::rerun_clean:
       case FactKind::gone_in_rerun:
@@ -294,23 +301,28 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
         break;
       case FactKind::replayed:
         if (fact.conclusion == name_of(ReplayConclusion::deterministic_undefined)) {
-          tests.emplace_back("this call alone gives it again, also in float64");
+          tests.emplace_back("this call alone reproduces it, also in float64");
         } else if (fact.conclusion == name_of(ReplayConclusion::deterministic_overflow)) {
-          tests.emplace_back("this call alone gives it again, and is finite in float64");
+          tests.emplace_back("this call alone reproduces it, and is finite in float64");
         } else if (fact.conclusion == name_of(ReplayConclusion::deterministic_kernel)) {
-          tests.emplace_back("this call alone gives it again, and is finite in another kernel");
+          tests.emplace_back("this call alone reproduces it, and is finite in another kernel");
         } else if (fact.conclusion == name_of(ReplayConclusion::varies)) {
           tests.emplace_back("this call alone gives another result each time");
         }
         break;
       case FactKind::copies_clean:
-        tests.push_back("the copies on " + ranks_text(fact.peers) + " are finite");
+        tests.push_back(std::string(fact.peers.size() == 1 ? "the copy on " : "the copies on ") +
+                        ranks_text(fact.peers) +
+                        (fact.peers.size() == 1 ? " is finite" : " are finite"));
         break;
       case FactKind::peers_finite:
         tests.push_back(ranks_text(fact.peers) + " executed the same call and got finite values");
         break;
       case FactKind::update_undefined:
         tests.push_back(fact_text(fact));
+        break;
+      case FactKind::optimizer_state_bad:
+        tests.push_back("its " + joined(fact.names) + " of the optimizer is bad, too");
         break;
       case FactKind::gradients_left:
         tests.push_back("they were there before its backward; the verdict of step " +
@@ -344,6 +356,9 @@ std::string kind_of(const Origin& origin) {
   }
   if (origin.cause == Cause::empty_loss_mask) return "data";
   if (origin.cause == Cause::divergence) return "learning rate or data";
+  const bool has_grown =
+      origin.cause == Cause::operator_overflow && may_be_of_large_weights(origin);
+  if (has_grown && has_fact(origin.facts, FactKind::learning_rate)) return "learning rate or code";
   switch (origin.owner) {
     case Owner::model_author:
     case Owner::framework:
@@ -379,11 +394,14 @@ const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
   if (decision.kind != DecisionKind::restart_as_is || decision.is_traced) return nullptr;
   switch (origin.cause) {
     case Cause::uninitialised_memory:
-      return "a restart has other memory, in most steps finite";
+      return "a restart usually gets past it, as that memory is finite in most steps; the bug "
+             "remains";
     case Cause::race:
       return "a restart has another timing";
     case Cause::left_gradients:
       return "a restart begins without them";
+    case Cause::memory_corruption:
+      return "a restart has other memory; the same there is code";
     default:
       return nullptr;
   }
@@ -431,7 +449,8 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
     parts.push_back(loaded->name +
                     ", which this run had loaded, is finite, so it became bad in memory");
   }
-  if (!open.empty()) parts.push_back(label + open);
+  const bool is_said = kind.starts_with("learning rate or code");
+  if (!open.empty() && !is_said) parts.push_back(label + open);
   const bool is_open = certainty != ", proven";
   if (origin.detail == Detail::made_earlier) {
     parts.emplace_back("what the line below was given is not known");
@@ -542,8 +561,22 @@ std::string named_values_of(const Origin& origin) {
   return joined(parts, ", ");
 }
 
+/// "its input has 1 element"; "" if that is not known.
+std::string elements_given_to(const Origin& origin) {
+  const Fact* const input = find_fact(origin.facts, FactKind::input);
+  if (input == nullptr || !input->operand || input->operand->dtype.empty()) return "";
+  std::int64_t elements = 1;
+  for (const std::int64_t size : input->operand->shape) elements *= size;
+  return "its input has " + count_text(static_cast<std::size_t>(elements), "element");
+}
+
 /// "size is 0, total is 0 at element [0, 3]".
 std::string values_here_of(const Origin& origin) {
+  if (origin.detail == Detail::masked_row && origin.tensor) {
+    return "every element of its row is -Inf, first at " +
+           describe_shape(origin.tensor->first_bad_index);
+  }
+  if (origin.detail == Detail::too_few_elements) return elements_given_to(origin);
   const std::string named = named_values_of(origin);
   const std::string call = named.empty() ? first_bad_call_of(origin) : named;
   if (call.empty() || !origin.tensor || origin.tensor->first_bad_index.empty()) return call;
@@ -575,6 +608,8 @@ std::vector<std::string> reasons_of(const Origin& origin) {
                                    FactKind::stated_action,
                                    FactKind::update_undefined,
                                    FactKind::became,
+                                   FactKind::other_writers_possible,
+                                   FactKind::learning_rate,
                                    FactKind::discarded};
   std::vector<std::string> reasons;
   for (const Fact& fact : ordered_facts(origin)) {
@@ -585,11 +620,14 @@ std::vector<std::string> reasons_of(const Origin& origin) {
     const bool is_of_copies =  // the update made every copy
         fact.kind == FactKind::no_copy_elsewhere &&
         has_fact(origin.facts, FactKind::update_undefined);
+    const bool is_of_memory =  // its line is shown
+        fact.kind == FactKind::allocated_not_written &&
+        has_fact(origin.facts, FactKind::read_unwritten_memory);
     const bool is_of_any_sum =  // all members have it, and the re-run did not sum again
         origin.cause == Cause::collective_sum &&
         (fact.kind == FactKind::every_member_bad || fact.kind == FactKind::transfer_not_run_again);
-    const bool is_left_out = is_said_or_other || is_of_copies || is_of_any_sum || place == 0 ||
-                             place > 4 || fact.source != FactSource::origin ||
+    const bool is_left_out = is_said_or_other || is_of_copies || is_of_memory || is_of_any_sum ||
+                             place == 0 || place > 4 || fact.source != FactSource::origin ||
                              std::ranges::count(kLeftOut, fact.kind) > 0;
     if (!is_left_out && reasons.size() < kMost) reasons.push_back(fact_text(fact));
   }
@@ -617,9 +655,18 @@ void add_details(const Verdict& verdict, const Origin& origin, std::string_view 
       narrative.details.emplace_back("device", known->describe());
     }
   }
+  const Fact* const unwritten = find_fact(origin.facts, FactKind::read_unwritten_memory);
+  if (unwritten != nullptr && unwritten->code) {
+    const CodeLine& code = *unwritten->code;
+    add_row(narrative.details, "memory",
+            "allocated at " + code_place(code) +
+                (code.function.empty() ? "" : " in " + code.function) + ": " + code.text);
+  }
   add_row(narrative.details, "here", values_here_of(origin));
   add_rows(narrative.details, "why", reasons_of(origin));
-  if (const Fact* const after = find_fact(origin.facts, FactKind::became)) {
+  const bool has_nan = origin.tensor && origin.tensor->nan > 0;
+  if (const Fact* const after = find_fact(origin.facts, FactKind::became);
+      after != nullptr && !has_nan) {
     add_row(narrative.details, "then", fact_text(*after));
   }
   std::vector<std::string> next = next_of(verdict, origin);
@@ -639,11 +686,11 @@ static void add_plan(const Verdict& verdict, std::string_view run_dir, Rows& row
   const std::string command =
       "nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string());
   if (verdict.decision.kind == DecisionKind::do_not_restart) {
-    add_row(rows, "plan", "when it is fixed: " + command);
+    add_row(rows, "plan", fixed_text(verdict) + command);
   } else {
     const std::string first = is_to_look_first(verdict) ? "after the check: " : "first: ";
     rows.emplace(rows.begin(), "plan",
-                 first + command + "   (it looks again, and overrules what follows)");
+                 first + command + "   (takes seconds, changes nothing; its orders replace these)");
   }
 }
 
@@ -691,7 +738,6 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   }
   add_row(narrative.rows, "state", state_of(verdict));
   add_silent(verdict, narrative.rows);
-  add_row(narrative.rows, "kill", kill_of(verdict));
   const bool is_look_first = is_to_look_first(verdict);
   if (is_look_first) add_check(verdict, narrative.rows);
   add_checkpoint(verdict, narrative.rows);
@@ -707,6 +753,10 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   }
   if (!run_dir.empty() && decision.kind != DecisionKind::none_needed)
     add_plan(verdict, run_dir, narrative.rows);
+  Rows urgent;
+  add_row(urgent, "kill", kill_of(verdict));
+  add_aside(verdict, urgent);
+  narrative.rows.insert(narrative.rows.begin(), urgent.begin(), urgent.end());
   if (origin != nullptr) add_details(verdict, *origin, run_dir, narrative);
   return narrative;
 }

@@ -6,6 +6,7 @@
 #include "files/printable.hpp"
 #include "files/text.hpp"
 #include "nanlocator/record/collective_kind.hpp"
+#include "record/operator_name.hpp"
 #include "report/checkpoint_orders.hpp"
 #include "report/places.hpp"
 #include "report/silent_orders.hpp"
@@ -73,8 +74,8 @@ bool has_finite_gradients(const Verdict& verdict) {
 /// Counts the blocks of a job that goes on; "" if its log is not known.
 std::string count_command(const Verdict& verdict) {
   if (!verdict.launch || verdict.launch->log.empty()) return "";
-  return " (one WARNING each, of all ranks: grep -c 'nanlocator WARNING' " +
-         shell_word(verdict.launch->log) + ")";
+  return ", one WARNING each (grep -c 'nanlocator WARNING' " + shell_word(verdict.launch->log) +
+         ")";
 }
 
 std::string running_text(const Verdict& verdict) {
@@ -167,19 +168,21 @@ void add_again(const Verdict& verdict, Rows& rows) {
   const bool is_of_somebody =
       decision.ticket != Owner::nobody && decision.ticket != Owner::cluster_operator;
   if (decision.kind == DecisionKind::skip_batch) {
+    add_row(rows, "if AGAIN",
+            "at this batch: the script overrides the variable, so leave it down, page the model "
+            "author; "
+            "any other stop: follow its own message");
     add_row(
-        rows, "if AGAIN",
-        "it stops at this batch with the variable set: the script sets on_bad itself, so leave it "
-        "down, page the model author; any other stop: as its own block says");
-    add_row(rows, "if MORE",
-            "than 10 steps in all are skipped" + count_command(verdict) + ": end it, page the " +
-                person_of(decision.ticket));
+        rows, "limit",
+        "more than 10 skipped steps in all, one WARNING each (grep -c 'nanlocator WARNING' in the "
+        "new job's log): end the job, page the " +
+            person_of(decision.ticket));
     return;
   }
   add_row(rows, "if AGAIN",
           same_place_text(verdict) + ": leave it down, page the " +
               person_of(is_of_somebody ? decision.ticket : Owner::model_author) +
-              "; any other stop: as its own block says");
+              "; any other stop: follow its own message");
 }
 
 }  // namespace
@@ -275,11 +278,11 @@ std::string action_text_of(const Verdict& verdict) {
       return kill + check_first_text(verdict, ", THEN ") +
              (decision.is_traced          ? "RESTART TRACED"
               : is_to_look_first(verdict) ? "RESTART ONCE"
-                                          : "RESTART ONCE AS IT IS");
+                                          : "RESTART ONCE, UNCHANGED");
     case DecisionKind::exclude:
       return kill + "RESTART WITHOUT " + suspects_text(verdict);
     case DecisionKind::skip_batch:
-      return kill + "RESTART, SKIPPING THIS BATCH";
+      return kill + "RESTART, SKIPPING BAD BATCHES";
     case DecisionKind::older_checkpoint: {
       if (decision.is_traced) return kill + "RESTART TRACED";
       const CheckpointFile* const file =
@@ -292,7 +295,7 @@ std::string action_text_of(const Verdict& verdict) {
              (may_be_of_large_weights(verdict) && checkpoint_before_growth(verdict) != nullptr
                   ? checkpoint_before_growth(verdict)->name
               : may_be_of_large_weights(verdict) ? "A CHECKPOINT FROM BEFORE THE WEIGHTS GREW"
-              : decision.is_to_check             ? "A CHECKPOINT THAT IS CHECKED FINITE"
+              : decision.is_to_check             ? "THE NEWEST CHECKPOINT THAT A CHECK FINDS FINITE"
               : file != nullptr                  ? file->name
               : may_load_newest(verdict)
                   ? "THE NEWEST CHECKPOINT"
@@ -303,8 +306,9 @@ std::string action_text_of(const Verdict& verdict) {
           is_running_damaged ? "KILL IT NOW, PAGE THE " : "LEAVE IT DOWN, PAGE THE ";
       if (is_running_damaged) return order + in_capitals(person_of(decision.page));
       const std::string moved = moved_text(verdict);
-      return check_first_text(verdict, "; IF CLEAN: ") + (moved.empty() ? "" : moved + ", ") +
-             order + in_capitals(person_of(decision.page));
+      return check_first_text(verdict, "; IF CLEAN: ") +
+             (moved.empty() ? order : moved + ", LEAVE THE JOB DOWN, PAGE THE ") +
+             in_capitals(person_of(decision.page));
     }
   }
   return "";
@@ -344,10 +348,12 @@ std::string hosts_text_of(const Verdict& verdict) {
                                                   : "as nanlocator next says, else ") +
            (decision.kind == DecisionKind::do_not_restart ? "none suspected" : "unchanged");
   }
-  return (leaves_suspects_out(decision) ? "without "
-          : is_to_look_first(verdict)   ? "by the check, suspect "
-                                        : "unchanged, suspect ") +
-         suspects_text(verdict);
+  const std::string suspects = suspects_text(verdict);
+  if (leaves_suspects_out(decision)) return "without " + suspects;
+  const bool is_kept = decision.kind == DecisionKind::restart_as_is && !decision.is_traced;
+  return is_to_look_first(verdict)
+             ? "by the check (" + suspects + " suspected)"
+             : "unchanged (" + suspects + " suspected" + (is_kept ? ", kept this once)" : ")");
 }
 
 std::string state_of(const Verdict& verdict) {
@@ -362,7 +368,7 @@ std::string state_of(const Verdict& verdict) {
                  : "stopped before the update of " + step_text(verdict.iteration);
       break;
     case Course::goes_on_damaged:
-      text = "running on bad weights (on_bad=" + job.on_bad + "): what it saves from now on is bad";
+      text = "running on bad weights (on_bad=" + job.on_bad + "): what it has saved since is bad";
       break;
     case Course::goes_on:
       text = running_text(verdict);
@@ -373,8 +379,9 @@ std::string state_of(const Verdict& verdict) {
     text += verdict.decision.recurrence == Recurrence::same_place
                 ? "; an earlier attempt of this run failed in the same way"
             : is_to_look_first(verdict)       ? "; on the same hosts a restart fails again"
-            : is_known_to_fail_again(verdict) ? "; a restart fails again until it is fixed"
-                                              : "; a restart is expected to fail again";
+            : fixed_text(verdict).empty()     ? "; a restart from that checkpoint fails again"
+            : is_known_to_fail_again(verdict) ? "; a restart fails again until the code is fixed"
+                                              : "; a restart will probably fail again";
   } else if (verdict.decision.recurrence == Recurrence::same_device) {
     text += "; the same device failed in an earlier attempt of this run";
   }
@@ -387,7 +394,7 @@ std::string kill_of(const Verdict& verdict) {
   if (launch && launch->scheduler == "slurm") {
     // Scanners of logs take the command's name for what has ended the job.
     return "s\\cancel --signal=KILL --full " + launch->job_id +
-           "   (at once: at SIGTERM it would save; the backslash hides it from log scanners)";
+           "   (as it is, with the backslash; at SIGTERM it would save)";
   }
   return "SIGKILL to its processes (at SIGTERM it may save)";
 }
@@ -398,6 +405,10 @@ static std::string sample_text(const Verdict& verdict) {
   if (origin == nullptr || origin->cause != Cause::bad_input || !origin->tensor) return "";
   const OriginTensor& tensor = *origin->tensor;
   if (tensor.shape.size() < 2 || tensor.first_bad_index.empty()) return "";
+  const Fact* const read = find_fact(origin->facts, FactKind::made_before_pass);
+  const std::string_view reader = read == nullptr ? "" : function_of(read->op);
+  if (reader == "cat" || reader == "stack")
+    return "";  // a sample, of which the loader makes a batch
   const std::string microbatch =
       origin->microbatch ? " of microbatch " + std::to_string(*origin->microbatch) : "";
   return " (first bad in sample " + std::to_string(tensor.first_bad_index.front()) + " of " +
@@ -410,18 +421,17 @@ void add_limit(const Verdict& verdict, Rows& rows) {
   if (decision.kind != DecisionKind::none_needed || decision.ticket == Owner::nobody) return;
   const bool is_left_out = verdict.job.on_bad == "skip";
   if (!is_left_out && !has_finite_gradients(verdict)) return;
-  add_row(rows, "if MORE",
-          std::string(is_left_out ? "than 10 steps in all are left out like this"
-                                  : "than 10 blocks in all like this one") +
-              count_command(verdict) + ": end it, page the " + person_of(decision.ticket));
+  add_row(rows, "limit",
+          std::string(is_left_out ? "more than 10 skipped steps in all"
+                                  : "more than 10 such steps in all") +
+              count_command(verdict) + ": end the job, page the " + person_of(decision.ticket));
 }
 
 void add_policy(const Verdict& verdict, Rows& rows) {
   const bool is_of_skip = verdict.decision.kind == DecisionKind::skip_batch;
   if (course_of(verdict) != Course::goes_on_damaged || is_of_skip) return;
   add_row(rows, "then",
-          std::string(verdict.decision.kind == DecisionKind::do_not_restart ? "when it is fixed, "
-                                                                            : "") +
+          (verdict.decision.kind == DecisionKind::do_not_restart ? fixed_text(verdict) : "") +
               "start it with NANLOCATOR_ON_BAD=stop, so that it stops if this comes again");
 }
 
@@ -435,10 +445,10 @@ void add_skip(const Verdict& verdict, Rows& rows) {
   if (verdict.decision.kind != DecisionKind::skip_batch) return;
   add_row(rows, "skip",
           "start it with NANLOCATOR_ON_BAD=skip in its environment" +
-              exported(verdict, "NANLOCATOR_ON_BAD=skip") + ": the step with this batch" +
-              sample_text(verdict) +
-              " and any other bad one go without an update, each with a WARNING; into the ticket: "
-              "the next planned start goes without the variable");
+              exported(verdict, "NANLOCATOR_ON_BAD=skip") + ": this batch" + sample_text(verdict) +
+              " and any other bad one are skipped without an update, with one WARNING each; write "
+              "into the "
+              "ticket: remove the variable at the next planned start");
 }
 
 static std::string drain_command(const Verdict& verdict, const std::string& hosts) {
@@ -481,6 +491,11 @@ static void add_counters(const Verdict& verdict, const std::vector<std::string>&
                      : "restart it as it is, on any hosts");
 }
 
+static std::string excluded_text(const Verdict& verdict, const std::vector<std::string>& hosts) {
+  const bool is_slurm = verdict.launch && verdict.launch->scheduler == "slurm";
+  return is_slurm ? " (sbatch --exclude=" + list_for_command(hosts) + " ...)" : "";
+}
+
 void add_check(const Verdict& verdict, Rows& rows) {
   const JobDecision& decision = verdict.decision;
   const std::vector<int> ranks = ranks_to_look_at(verdict);
@@ -504,24 +519,33 @@ void add_check(const Verdict& verdict, Rows& rows) {
     if (decision.kind == DecisionKind::do_not_restart) return;
     if (!is_suspected) return add_again(verdict, rows);
     add_row(rows, "if AGAIN",
-            "on " + joined(hosts) + ": restart once more, without " +
-                (hosts.size() > 1 ? "them" : "it") +
+            "on " + joined(hosts) +
                 (decision.kind == DecisionKind::none_needed
-                     ? "; on other hosts: page the "
+                     ? ": end the job at its next checkpoint, restart from that, without "
+                     : ": restart once more, without ") +
+                (hosts.size() > 1 ? "them" : "it") + excluded_text(verdict, hosts) +
+                (decision.kind == DecisionKind::none_needed
+                     ? "; on other hosts: let it run, page the "
                      : "; on other hosts: leave it down, page the ") +
-                author_of_code(decision));
+                author_of_code(decision) +
+                (decision.kind == DecisionKind::none_needed
+                     ? ""
+                     : "; any other stop: follow its own message"));
     return;
   }
   if (verdict.launch && verdict.launch->scheduler == "slurm") {
     const std::string excluded = list_for_command(hosts);
-    add_row(rows, "exclude",
-            "sbatch --exclude=" + excluded +
-                "; and keep other jobs off it: " + drain_command(verdict, excluded));
+    add_row(rows, "exclude", "sbatch --exclude=" + excluded + " ...");
+    add_row(rows, "drain", drain_command(verdict, excluded));
+    add_row(rows, "",
+            "(now, or in the ticket if you may not: it keeps other jobs off " +
+                std::string(hosts.size() > 1 ? "them)" : "it)"));
   }
   add_row(rows, "check",
           "cluster on-call, on " + joined(hosts) + (hosts.size() > 1 ? " (started on each)" : "") +
               ", out of the job: " + check_of_hosts(hosts, verdict.layout->ranks_per_host) +
-              "   (links, memory and arithmetic; the restart does not wait for it)");
+              "   (" + (hosts.size() > 1 || verdict.layout->ranks_per_host > 1 ? "links, " : "") +
+              "memory and arithmetic; the restart does not wait for it)");
   add_row(rows, "if FAIL", "what it names stays out until it is repaired");
   if (decision.recurrence == Recurrence::same_device) {
     add_row(rows, "if PASS",
@@ -529,9 +553,11 @@ void add_check(const Verdict& verdict, Rows& rows) {
                 " stays out all the same, as this was its second event, until "
                 "cluster on-call has repaired it");
   } else {
-    add_row(rows, "if PASS", suspects + " may come back; a second event there takes it out");
+    add_row(rows, "if PASS", suspects + " may come back; after a second event there it stays out");
   }
-  add_row(rows, "if AGAIN", "on other hosts: leave it down, page the " + author_of_code(decision));
+  add_row(rows, "if AGAIN",
+          "on other hosts: leave it down, page the " + author_of_code(decision) +
+              "; any other stop: follow its own message");
 }
 
 bool is_of_compiled_code(const Origin& origin) {

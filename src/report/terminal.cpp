@@ -102,6 +102,13 @@ class Page {
   std::string text_;
 };
 
+/// Rows for copying.
+bool is_command(std::string_view label) {
+  constexpr std::array<std::string_view, 6> kCommands = {"plan",    "kill",  "aside",
+                                                         "exclude", "drain", "replay"};
+  return std::ranges::find(kCommands, label) != kCommands.end();
+}
+
 std::string tensor_text(const OriginTensor& tensor) {
   std::string text;
   if (tensor.shape.empty() && tensor.first_bad) {
@@ -269,7 +276,8 @@ std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
                     " | page " + told.page + " | ticket " + told.ticket,
                 2);
   for (const auto& [label, text] : told.rows) {
-    label == "plan" ? page.line(label + ":", text, 2) : page.row(label + ":", text, 2);
+    const std::string shown = label.empty() ? " " : label + ":";
+    is_command(label) ? page.line(shown, text, 2) : page.row(shown, text, 2);
   }
   if (told.place.empty() && told.details.empty()) return std::move(page).text();
   page.text_line("--- " + (told.audience.empty() ? "evidence" : told.audience), 2);
@@ -278,7 +286,7 @@ std::string format_verdict(const Verdict& verdict, const TerminalStyle& style) {
   if (!told.marker.empty()) page.verbatim(told.marker, 2);
   for (const auto& [label, text] : told.details) {
     const std::string shown = label.empty() ? " " : label + ":";
-    label == "replay" ? page.line(shown, text, 2) : page.row(shown, text, 2);
+    is_command(label) ? page.line(shown, text, 2) : page.row(shown, text, 2);
   }
   return std::move(page).text();
 }

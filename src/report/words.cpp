@@ -41,7 +41,7 @@ std::string short_number(double number) {
 std::string bad_text(const BadCount& bad) {
   std::vector<std::string> parts;
   const auto add = [&](std::int64_t count, const char* what) {
-    if (count > 0) parts.push_back(std::to_string(count) + " " + what);
+    if (count > 0) parts.push_back(counted(count) + " " + what);
   };
   add(bad.nan, "NaN");
   add(bad.pos_inf, "+Inf");

@@ -1,6 +1,7 @@
 #include "step/rerun_experiments.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <initializer_list>
 #include <limits>
 #include <optional>
@@ -8,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "nanlocator/scan/dtype.hpp"
 #include "step/birth_bundles.hpp"
 #include "tensor/tensor_access.hpp"
 
@@ -50,6 +52,25 @@ bool has_birth_of(const Evidence& evidence, std::initializer_list<BirthKind> kin
   return explanation && std::ranges::any_of(explanation->births, [&](const TracedBirth& traced) {
            return std::ranges::find(kinds, traced.birth.kind) != kinds.end();
          });
+}
+
+/// True for NaN that a square or a product of large inputs may have made inside of the operator:
+/// layer_norm gives no Inf.
+bool may_be_of_large_inputs(const Birth& birth) {
+  return birth.kind == BirthKind::nan &&
+         std::ranges::any_of(birth.operands, [](const Operand& operand) {
+           const auto largest = largest_finite(operand.dtype);
+           return largest && operand.stats && operand.stats->has_finite() &&
+                  operand.stats->absmax > std::sqrt(*largest) / 16;
+         });
+}
+
+bool has_birth_of_large_values(const Evidence& evidence) {
+  const auto& explanation = evidence.explaining.explanation;
+  return has_birth_of(evidence, {BirthKind::inf}) ||
+         (explanation && std::ranges::any_of(explanation->births, [](const TracedBirth& traced) {
+            return may_be_of_large_inputs(traced.birth);
+          }));
 }
 
 // --- is it bad again, and what with? ---
@@ -397,7 +418,8 @@ constexpr Experiment kReproducing[] = {
     // from finite values that were too large.
     {[](const RerunPasses&, const Evidence& evidence) { return evidence.is_bad_again; },
      [](const RerunPasses&, const Evidence& evidence) {
-       return has_birth_of(evidence, {BirthKind::opaque, BirthKind::kernel, BirthKind::inf});
+       return has_birth_of(evidence, {BirthKind::opaque, BirthKind::kernel}) ||
+              has_birth_of_large_values(evidence);
      },
      run_with_constant_memory},
     {[](const RerunPasses&, const Evidence& evidence) {

@@ -120,13 +120,19 @@ struct StepDriver::Impl {
     if (step.has_left_gradients && bad_step) locator.set_gradients_left_by(*bad_step);
   }
 
-  /// States of weights that were bad before the step show whether the last update made them bad.
+  /// States of weights that were bad before the step show whether the last update made them bad; of
+  /// finite ones, the learning rate of the largest may be why it is.
   void keep_optimizer_states() {
     try {
-      const auto bad = locator.bad_weights();
-      if (bad.empty()) return;
+      auto weights = locator.bad_weights();
+      const bool are_finite = weights.empty();
+      if (const auto largest = are_finite ? locator.largest_weight() : std::nullopt) {
+        weights.push_back(*largest);
+      }
+      if (weights.empty()) return;
       std::vector<OptimizerState> states;
-      for (const auto& [parameter, name, tensor, offset] : framework->optimizer_state(bad)) {
+      for (const auto& [parameter, name, tensor, offset] : framework->optimizer_state(weights)) {
+        if (are_finite && name != "lr") continue;
         auto stats = nanlocator::scan_one(tensor);
         if (!stats) continue;
         if (stats->first_bad >= 0) stats->first_bad += offset;
@@ -134,7 +140,7 @@ struct StepDriver::Impl {
       }
       locator.set_optimizer_states(std::move(states));
     } catch (const std::exception& error) {
-      locator.add_note("The optimizer's state of the bad weights could not be scanned: " +
+      locator.add_note("The optimizer's state of the weights could not be scanned: " +
                        std::string(error.what()));
     }
   }

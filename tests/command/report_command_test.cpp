@@ -104,7 +104,7 @@ TEST_F(ReportCommand, PrintsTheVerdictWithoutColoursInAPipe) {
           "nanlocator ERROR[needs_trace] step 7: RESTART TRACED\n"
           "  restart ONLY TRACED | hosts unchanged | load the newest, after its check | page "
           "nobody | ticket model author\n"));
-  EXPECT_THAT(result.out, HasSubstr("NaN (non-finite) in 1 of 32 elements from [2, 1]"));
+  EXPECT_THAT(result.out, HasSubstr("NaN (non-finite) in 1 of 32 elements (at [2, 1])"));
   EXPECT_THAT(result.out, Not(HasSubstr("\x1b")));
 }
 

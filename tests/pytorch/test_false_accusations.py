@@ -3,6 +3,7 @@
 Truth is planted: each test knows the operator, the tensor or the state that makes its NaN.
 """
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -319,13 +320,19 @@ FOLLOWING = {
 }
 
 
+@contextlib.contextmanager
+def fresh_memory_filled_with(byte):
+    perturb = ctypes.CDLL(None).mallopt
+    perturb(-6, 256 + 255 - byte)  # M_PERTURB of malloc.h: fresh memory gets the complement of the last byte
+    yield
+    perturb(-6, 0)
+
+
 @pytest.fixture
 def fresh_memory_is_nan():
     """Else it depends on what lay there whether an operator's own memory is taken for data."""
-    perturb = ctypes.CDLL(None).mallopt
-    perturb(-6, 256)  # M_PERTURB of malloc.h: fresh memory gets the complement of the last byte
-    yield
-    perturb(-6, 0)
+    with fresh_memory_filled_with(0xFF):
+        yield
 
 
 @pytest.mark.host
@@ -336,6 +343,23 @@ def test_an_operator_that_is_given_a_nan_is_no_origin_beside_its_birth(name):
         model = AfterLog(FOLLOWING[name][0])
         origin = the_origin(verdict_of(model, lambda _, of=model: of(torch.randn(4, 8, 16)).float().sum()))
         assert (origin["cause"], origin["operator"]) == ("operator_undefined", "aten::log")
+
+
+class Pads(nn.Module):
+    def forward(self, x):
+        out = torch.empty(4, 24, 8)
+        out[:, :16] = x
+        return out
+
+
+@pytest.mark.host
+def test_an_overflow_of_finite_values_that_nobody_wrote_is_of_the_memory(capfd):
+    model = nn.Sequential(nn.Linear(8, 8), Pads(), nn.LayerNorm(8), nn.Linear(8, 1))
+    with fresh_memory_filled_with(0x7B):  # 1.3e36, of which layer_norm makes NaN and no Inf
+        origin = the_origin(verdict_of(model, lambda _: model(torch.randn(4, 16, 8)).square().mean()))
+    assert (origin["cause"], origin["phase"]) == ("uninitialised_memory", "forward")
+    said = " ".join(capfd.readouterr().err.split())
+    assert "allocated at" in said and "in Pads.forward: out = torch.empty(4, 24, 8)" in said
 
 
 def test_a_transposed_convolution_that_overflows_is_the_origin():
@@ -649,7 +673,7 @@ def test_an_epsilon_that_is_zero_in_the_weights_dtype_is_named_and_no_restart_is
     )
     assert verdict["decision"]["kind"] == "DO_NOT_RESTART"
     assert "checkpoint" not in the_origin(verdict)["alternatives"]
-    assert any("epsilon of it is 0 in float16" in each for each in the_origin(verdict)["evidence"])
+    assert any("epsilon is 0 in float16" in each for each in the_origin(verdict)["evidence"])
 
 
 def test_a_learning_rate_that_stays_nan_is_named():
@@ -659,6 +683,31 @@ def test_a_learning_rate_that_stays_nan_is_named():
     verdict = verdict_of(model, lambda _: model(torch.ones(2, 4)).square().mean(), optimizer=optimizer)
     assert verdict["decision"]["kind"] == "DO_NOT_RESTART"
     assert any("learning rate was NaN" in each for each in the_origin(verdict)["evidence"])
+
+
+def test_the_learning_rate_is_a_suspect_where_the_weights_have_grown(capfd):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=3e3)
+    verdict = verdict_of(
+        model, lambda _: model(torch.randn(16, 8)).square().mean(), steps=60, optimizer=optimizer
+    )
+    (rate,) = (fact for fact in the_origin(verdict)["facts"] if fact["kind"] == "learning_rate")
+    assert rate["value"] == 3e3
+    said = " ".join(capfd.readouterr().err.split())
+    assert "cause: learning rate or code, open" in said
+    assert "is the learning rate (3e+03 now) too large?" in said
+
+
+def test_the_learning_rate_is_no_suspect_of_an_overflow_among_usual_weights(capfd):
+    model = nn.Linear(4, 1)
+    verdict = verdict_of(model, lambda step: torch.exp(model(torch.ones(2, 4)) + 100.0 * step).mean())
+    assert the_origin(verdict)["operator"] == "aten::exp"
+    said = " ".join(capfd.readouterr().err.split())
+    assert "cause: code, likely" in said and "learning rate" not in said
+    assert "clamp them below 88.7" in said
 
 
 def test_a_learning_rate_that_was_infinite_for_one_update_is_named():
@@ -765,7 +814,7 @@ def test_a_norm_that_is_not_finite_though_every_gradient_is_is_found(scale):
     (verdict,) = verdicts_of_clip(scale)
     origin = the_origin(verdict)
     assert (origin["phase"], origin["operator"], origin["cause"]) == ("grad_norm", None, "unknown")
-    assert [fact["kind"] for fact in origin["facts"]] == ["norm_bad", "norm_overflows"]
+    assert {fact["kind"] for fact in origin["facts"]} == {"norm_bad", "norm_overflows", "learning_rate"}
 
 
 def test_a_norm_that_something_else_makes_bad_is_not_laid_to_the_watched_gradients():

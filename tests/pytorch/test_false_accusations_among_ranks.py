@@ -121,7 +121,7 @@ def test_a_norm_that_overflows_after_the_reduction_is_found_on_every_rank():
     for verdict in run_kept_ranks(2, verdict_of, "large gradients"):
         origin = the_origin(verdict)
         assert (origin["phase"], origin["cause"]) == ("grad_norm", "unknown")
-        assert [fact["kind"] for fact in origin["facts"]][:2] == ["norm_bad", "norm_overflows"]
+        assert {fact["kind"] for fact in origin["facts"]} >= {"norm_bad", "norm_overflows"}
 
 
 @pytest.mark.host

@@ -89,17 +89,17 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
   EXPECT_EQ(
       format_verdict(division_by_zero(), {.run_dir = "/runs/a0"}),
       R"(nanlocator ERROR[div_zero] 2026-11-27 02:58 UTC job 88213 gpt-moe, step 2: LEAVE IT DOWN, PAGE THE MODEL AUTHOR
-  restart NO | hosts none suspected | load nothing now | page model author | ticket none
+  restart NO | hosts none suspected | load after the fix: iter_0000001 | page model author | ticket none
   what:        division by zero: torch.div in decoder.layers.2.mlp.router on rank 3 = a17:GPU3 gave -Inf
-               (non-finite) in 4 of 128 elements from [0, 0]; it reached the gradients of 1 parameter on 2
-               ranks
-  cause:       code, proven: the same came back, bit for bit, in a re-run on the same GPU; this call alone
-               gives it again, also in float64; every input was finite
+               (non-finite) in 4 of 128 elements (first at [0, 0]); it reached the gradients of 1 parameter on
+               2 ranks
+  cause:       code, proven: a re-run on the same GPU reproduced it bit for bit; this call alone reproduces
+               it, also in float64; every input was finite
   state:       stopped before the update of step 2; weights finite, as after step 1; a restart fails again
-               until it is fixed
-  checkpoint:  when it is fixed, LOAD /ckpt/run17/iter_0000001 (after step 1, the newest): no NaN or Inf can
-               have been saved
-  plan:        when it is fixed: nanlocator next /runs/a0
+               until the code is fixed
+  checkpoint:  after the fix: LOAD /ckpt/run17/iter_0000001 (after step 1, the newest): saved before this
+               fault
+  plan:        after the fix: nanlocator next /runs/a0
   --- for the model author
   model/router.py:515 in gate, forward, microbatch 1 (rank 3 = a17:GPU3)
   515 |  return t / denominator
@@ -107,7 +107,7 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
   here:        t is -0.0228, denominator is 0 at element [0, 0]
   next:        find what made denominator zero
                if a zero may occur there, replace it before torch.div (torch.where after it still gives NaN in
-               backward); if not, a guard would only hide the fault
+               backward); if it may not, do not clamp it: that would hide the fault
   replay:      nanlocator replay /runs/a0/bundles/step2
 )");
 }
@@ -135,7 +135,7 @@ TEST(Narrative, ThePlanIsNamedWhereThereIsSomethingToDo) {
   Verdict verdict = division_by_zero();
   const std::string folder = "/a folder/" + std::string(120, 'x') + "/a0";
   EXPECT_THAT(format_verdict(verdict, {.run_dir = folder}),
-              HasSubstr("  plan:        when it is fixed: nanlocator next '" + folder + "'\n"));
+              HasSubstr("  plan:        after the fix: nanlocator next '" + folder + "'\n"));
   EXPECT_THAT(narrative_of(verdict).rows, Not(Contains(Key("plan"))));  // the folder is not known
   verdict.job.on_bad = "skip";
   verdict.decision = decide(verdict);
@@ -197,7 +197,7 @@ TEST(Narrative, ARankThatEndedByItselfIsTheCause) {
   verdict.decision = decide(verdict);
   const Narrative told = narrative_of(verdict);
   EXPECT_EQ(told.code, "silent_ranks");
-  EXPECT_EQ(told.action, "RESTART ONCE AS IT IS");
+  EXPECT_EQ(told.action, "RESTART ONCE, UNCHANGED");
   EXPECT_THAT(
       told.rows,
       Contains(Pair("what", HasSubstr("rank 11 = a18:GPU3 ended with: "
@@ -224,13 +224,12 @@ Verdict bad_sample() {
 
 TEST(Narrative, ABatchIsSkippedAndItsSampleIsNamed) {
   const Narrative told = narrative_of(bad_sample());
-  EXPECT_EQ(told.action, "RESTART, SKIPPING THIS BATCH");
+  EXPECT_EQ(told.action, "RESTART, SKIPPING BAD BATCHES");
   EXPECT_THAT(
       told.rows,
       Contains(Pair(
-          "skip",
-          HasSubstr("(sbatch --export=ALL,NANLOCATOR_ON_BAD=skip ...): the step with this batch "
-                    "(first bad in sample 6 of 8 of microbatch 1 on rank 3 = a17:GPU3)"))));
+          "skip", HasSubstr("(sbatch --export=ALL,NANLOCATOR_ON_BAD=skip ...): this batch "
+                            "(first bad in sample 6 of 8 of microbatch 1 on rank 3 = a17:GPU3)"))));
 }
 
 /// The weights are bad by now, and the same batch would make them bad again.
@@ -239,7 +238,7 @@ TEST(Narrative, ABatchIsSkippedAfterAKill) {
   verdict.job.on_bad = "report";
   verdict.decision = decide(verdict);
   const Narrative told = narrative_of(verdict);
-  EXPECT_EQ(told.action, "KILL IT NOW, THEN RESTART, SKIPPING THIS BATCH");
+  EXPECT_EQ(told.action, "KILL IT NOW, THEN RESTART, SKIPPING BAD BATCHES");
   EXPECT_EQ(told.load, "iter_0000001");
   EXPECT_THAT(told.rows, Contains(Key("skip")));
   EXPECT_THAT(told.rows, Contains(Pair("state", HasSubstr("they were finite as after step 1"))));
@@ -298,7 +297,7 @@ TEST(Narrative, GradientsThatWereLeftBehindSendTheReaderToTheirStep) {
   origin.facts = {{.kind = FactKind::gradients_left, .step = 1}};
   complete(origin);
   verdict.decision = decide(verdict);
-  EXPECT_EQ(narrative_of(verdict).action, "RESTART ONCE AS IT IS");
+  EXPECT_EQ(narrative_of(verdict).action, "RESTART ONCE, UNCHANGED");
   follow(division_by_zero(), verdict);
   const Narrative told = narrative_of(verdict, "/runs/a0");
   EXPECT_EQ(told.action, "LEAVE IT DOWN, PAGE THE MODEL AUTHOR");
@@ -420,13 +419,14 @@ TEST(Narrative, CheckpointsThatWereReadNeedNoCheck) {
       Contains(Pair(
           "checkpoint",
           "NEVER LOAD step_830 (it may hold the fault); NEVER LOAD step_800 (head.weight holds "
-          "NaN); LOAD /ckpt/run17/step_790 (after step 790): every tensor of it was "
-          "read and is finite")));
+          "NaN); LOAD /ckpt/run17/step_790 (after step 790): all of its tensors "
+          "were read and are finite")));
 
   for (CheckpointFile& each : verdict.launch->checkpoints) each.is_finite = false;
   verdict.decision = decide(verdict);
   EXPECT_EQ(verdict.decision.kind, DecisionKind::do_not_restart);
-  EXPECT_THAT(narrative_of(verdict).action, HasSubstr("LEAVE IT DOWN, PAGE THE MODEL AUTHOR"));
+  EXPECT_THAT(narrative_of(verdict).action,
+              HasSubstr("AWAY, LEAVE THE JOB DOWN, PAGE THE MODEL AUTHOR"));
 }
 
 TEST(Narrative, OfCheckpointsOfARunThatGrewTheNewestThatHadNotIsNamed) {

@@ -108,6 +108,7 @@ namespace nanlocator::inline verdict_room {
   FACT(literal_of)                                                            \
   FACT(weights_magnitude)                                                     \
   FACT(large_weight)                                                          \
+  FACT(learning_rate)                                                         \
   FACT(weight_maxima)                                                         \
   FACT(gradient_maxima)                                                       \
   FACT(finite_when_written)                                                   \

@@ -26,9 +26,9 @@ Found = tuple[int, int, str, list[str]]
 
 def expression_at(code: CodeType, instruction: int, line: str) -> Found | None:
     """Begin and end of the expression that ``instruction`` (``frame.f_lasti``) of ``code`` evaluates, in
-    bytes from the first character of ``line`` that is no blank; its function's last name; its arguments, a
-    method's object first. ``line``: the source line on which it begins. None if it is not known, or not on
-    that line."""
+    bytes from the first character of ``line`` that is no blank, of a chain of calls its last one; its
+    function's last name; its arguments, a method's object first. ``line``: the source line on which it
+    begins. None if it is not known, or not on that line."""
     if instruction < 0 or not hasattr(code, "co_positions"):
         return None
     first, last, begin, end = list(code.co_positions())[instruction // 2]
@@ -39,15 +39,23 @@ def expression_at(code: CodeType, instruction: int, line: str) -> Found | None:
     if not indent <= begin < end <= min(len(text), indent + _LONGEST):
         return None
     source = text[begin:end].decode(errors="replace")
-    call, arguments = _parts(source)
-    return begin - indent, end - indent, call, arguments
-
-
-def _parts(source: str) -> tuple[str, list[str]]:
     try:
         node = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError):
-        return "", []
+        return begin - indent, end - indent, "", []
+    call, arguments = _parts(source, node)
+    return begin + _begin_of_call(node) - indent, end - indent, call, arguments
+
+
+def _begin_of_call(node: ast.expr) -> int:
+    """Of `x.pow(2).sum(-1).sqrt()`, whose parts the same line calls, too, that of `.sqrt()`."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return 0
+    called_on = node.func.value
+    return 0 if isinstance(called_on, ast.Name | ast.Attribute) else called_on.end_col_offset or 0
+
+
+def _parts(source: str, node: ast.expr) -> tuple[str, list[str]]:
     if isinstance(node, ast.BinOp):
         return _OPERATORS.get(type(node.op), ""), [_source(source, each) for each in (node.left, node.right)]
     if not isinstance(node, ast.Call) or any(isinstance(each, ast.Starred) for each in node.args):
