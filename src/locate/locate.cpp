@@ -12,6 +12,7 @@
 #include "locate/events/events.hpp"
 #include "locate/job_state.hpp"
 #include "locate/judges.hpp"
+#include "locate/origin_facts.hpp"
 #include "locate/rerun_facts.hpp"
 #include "nanlocator/verdict/cause_table.hpp"
 

@@ -148,7 +148,9 @@ std::string suspect_text(Suspect suspect, const Origin& origin) {
     case Suspect::collective:
       return "the collective's own code";
     case Suspect::kernel:
-      return "an out-of-bounds or non-deterministic kernel";
+      return has_fact(origin.facts, FactKind::rerun_identical)
+                 ? "an out-of-bounds kernel"
+                 : "an out-of-bounds or non-deterministic kernel";
     case Suspect::race:
       return "a race";
     case Suspect::checkpoint:
@@ -350,9 +352,9 @@ std::string learning_rate_of(const Origin& origin) {
 std::vector<std::string> with_learning_rate(const Origin& origin, std::vector<std::string> steps) {
   const std::string rate = learning_rate_of(origin);
   if (!rate.empty() && may_be_of_large_weights(origin)) {
-    steps.insert(steps.begin(), "is the learning rate" + rate +
-                                    " too large? Lower it, or lengthen its warm-up; if it is as "
-                                    "intended:");
+    steps.insert(steps.begin(), "if the learning rate" + rate +
+                                    " is larger than intended, lower it or lengthen its warm-up; "
+                                    "else:");
   }
   return steps;
 }
@@ -765,14 +767,17 @@ std::vector<std::string> steps_text(const Origin& origin) {
               "if a zero may occur there, replace it before " + operation +
                   " (torch.where after it still gives NaN in backward); if it may not, do not "
                   "clamp it: that would hide the fault"};
-    case Action::choose_before:
+    case Action::choose_before: {
+      const auto names = argument_names_of(origin);
+      const std::string argument = names.empty() ? "x" : names.front();
       return {
           "replace such values before " + operation +
               (origin.phase == Phase::backward ? "" : with_operands(origin)) +
-              ": torch.where(keep, x, " + safe_argument_of(origin) +
-              ") instead of x, where keep is false for what the loss leaves out",
+              ": torch.where(keep, " + argument + ", " + safe_argument_of(origin) +
+              ") instead of " + argument + ", where keep is false for what the loss leaves out",
           "torch.where or a mask after it does not help: its derivative multiplies by zero, and "
           "zero times NaN or Inf is NaN"};
+    }
     case Action::guard_slope:  // the operands are those of the backward operator
       return {"the slope of " + operation + " is infinite at " +
                   (is_root_of_zero(origin) ? "0" : "this input") + where_in_bundle(origin) +

@@ -65,10 +65,10 @@ std::string garbage_text(const Verdict& verdict) {
   const Origin* const origin = deciding_origin(verdict);
   const bool is_garbage = origin != nullptr && (origin->cause == Cause::uninitialised_memory ||
                                                 origin->cause == Cause::race);
-  return is_garbage
-             ? "; restart all the same; earlier steps may have used wrong finite values, and the "
-               "model author decides in the morning whether to keep the run"
-             : "";
+  return is_garbage ? "; earlier steps may have used wrong finite values: the model author judges "
+                      "that in the "
+                      "morning, the restart need not wait"
+                    : "";
 }
 
 /// None of the run's own steps can be used. In its own count, so the names do not matter.
@@ -100,8 +100,8 @@ std::string loaded_text(const Verdict& verdict) {
                                          " or older" + counts_other_steps(verdict)
                                    : std::string();
     if (folder.empty() && before) {
-      return "LOAD one" + old +
-             " (this run was not seen to save any), else what this run was started from";
+      return "start as this run was started, or LOAD one" + old +
+             " (this run was not seen to save any)";
     }
     return "LOAD the newest" + old +
            " from before the weights grew (finite is not enough): its largest weight is at most "
@@ -111,7 +111,7 @@ std::string loaded_text(const Verdict& verdict) {
   if (decision.is_to_check) {
     const bool is_down = decision.kind == DecisionKind::do_not_restart;
     if (is_down && decision.newest_step && *decision.newest_step < 1) return as_started(verdict);
-    return "run " + all + " and LOAD the newest that it finds finite" +
+    return "run " + all + " (weights and optimizer) and LOAD the newest that it finds finite" +
            (is_down ? "; if there is none: start from the beginning"
             : ranks_to_look_at(verdict).empty()
                 ? "; if there is none, or only " + loaded_by_run(verdict) +
@@ -146,12 +146,14 @@ std::string loaded_text(const Verdict& verdict) {
              garbage_text(verdict);
     }
     const std::string newest =
-        folder.empty() ? "LOAD the newest that the job has (this run was not seen to save any)"
-                       : folder + " holds no other: LOAD the newest older one from elsewhere";
+        folder.empty()
+            ? "LOAD the newest that the job has (this run was not seen to save any)"
+            : folder +
+                  " holds no other; the model author decides: the newest older one from elsewhere";
     return newest +
-           (is_known ? std::string(", else start from the beginning")
-                     : ", if " + check_command("PATH") +
-                           " finds it finite; if there is none: start from the beginning") +
+           (is_known
+                ? std::string(", else start from the beginning")
+                : ", if " + check_command("PATH") + " finds it finite, else from the beginning") +
            garbage_text(verdict);
   }
   return "LOAD the newest from before the update of step " + first_bad_step(verdict) +
@@ -325,9 +327,11 @@ void add_aside(const Verdict& verdict, Rows& rows) {
   }
   add_row(rows, "aside", command);
   add_row(rows, "",
-          is_running ? "(when the job is gone: sets aside what it saved since, so that no resubmit "
-                       "loads that; look where a file that names the latest leads)"
-                     : "(now, so that no resubmit loads it)");
+          is_running
+              ? "(when the job is gone: what it saved since, so that no resubmit loads it; if a "
+                "latest file or link names one of these, let it name " +
+                    checkpoint_to_load(verdict)->name + ")"
+              : "(now, so that no resubmit loads it)");
 }
 
 std::string moved_text(const Verdict& verdict) {

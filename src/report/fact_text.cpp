@@ -601,7 +601,7 @@ std::string plain_text(const Fact& fact) {
       return "called in the framework at " +
              (fact.code ? code_text(*fact.code) : "an unknown line");
     case literal_of:
-      return function_name_of(fact.op) + " put the Inf there, on purpose";
+      return function_name_of(fact.op) + " wrote the Inf, as a mask or a limit";
     case weights_magnitude:
       return "largest weights of the module: " + values_text(fact);
     case large_weight:
@@ -659,7 +659,7 @@ std::string plain_text(const Fact& fact) {
     case members_got_other_bits:
       return other_results_text(fact);
     case every_copy_bad:
-      return "all scanned copies of it are bad, so one faulty device is no explanation";
+      return "every scanned copy of it is bad, so no single device made it so";
     case no_copy_elsewhere:
       return "no rank that scanned it holds a copy to compare it with";
     case copies_not_scanned:
@@ -668,7 +668,8 @@ std::string plain_text(const Fact& fact) {
     case optimizer_state_bad:
       return "the optimizer's " + joined(fact.names) + " of it on " + ranks_text(fact.ranks) +
              (fact.names.size() == 1 ? " holds" : " hold") +
-             " NaN or Inf, too: its update made it bad, or a checkpoint that holds both";
+             " NaN or Inf, too: either the update made both bad, or the loaded checkpoint held "
+             "both";
     case gradients_left:
       return "the gradients of step " + counted(fact.step.value_or(0)) +
              ", which were NaN or Inf, were still there when this step began, and its backward "

@@ -126,9 +126,10 @@ std::string reached_of(const Verdict& verdict, const Origin& origin) {
   const Spread& spread = verdict.spread;
   if (spread.parameters.empty()) return "";
   const bool is_discarded = has_fact(origin.facts, FactKind::discarded);
-  return std::string(is_discarded ? "; the loss leaves it out and is finite, but its derivative "
-                                    "reached the gradients of "
-                                  : "; it reached the gradients of ") +
+  return std::string(is_discarded
+                         ? "; the loss leaves these values out and is finite, but their backward "
+                           "reached the gradients of "
+                         : "; it reached the gradients of ") +
          count_text(spread.parameters.size(), "parameter") +
          (spread.ranks.size() > 1 ? " on " + count_text(spread.ranks.size(), "rank") : "");
 }
@@ -187,6 +188,10 @@ std::string what_of(const Verdict& verdict, const Origin* origin) {
                is_of_compiled_code(*origin)
                    ? "made in a kernel that torch.compile has fused: which operator is not known"
                    : "the operator was not recorded"},
+              {"tensor", origin->tensor && !origin->tensor->shape.empty()
+                             ? " (" + origin->tensor->dtype + " " +
+                                   describe_shape(origin->tensor->shape) + ")"
+                             : ""},
               {"who", ranks_place_of(verdict, origin->candidates)},
               {"parameter", origin->parameter.empty() ? "a parameter" : origin->parameter},
               {"group", group_of(verdict, *origin)},
@@ -322,7 +327,7 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
         tests.push_back(fact_text(fact));
         break;
       case FactKind::optimizer_state_bad:
-        tests.push_back("its " + joined(fact.names) + " of the optimizer is bad, too");
+        tests.push_back("the optimizer's " + joined(fact.names) + " of this parameter is bad, too");
         break;
       case FactKind::gradients_left:
         tests.push_back("they were there before its backward; the verdict of step " +
@@ -401,7 +406,7 @@ const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
     case Cause::left_gradients:
       return "a restart begins without them";
     case Cause::memory_corruption:
-      return "a restart has other memory; the same there is code";
+      return "a restart has another layout of memory, which a stray write may miss";
     default:
       return nullptr;
   }
@@ -431,7 +436,8 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   std::string certainty = origin.cause_confidence == Confidence::high     ? ", proven"
                           : origin.cause_confidence == Confidence::medium ? ", likely"
                                                                           : ", open";
-  if (origin.alternatives == std::vector{Suspect::upstream}) label = "open: ";
+  const bool is_of_writer = origin.cause == Cause::memory_corruption && kind == "code";
+  if (is_of_writer || origin.alternatives == std::vector{Suspect::upstream}) label = "open: ";
   if (!origin.alternatives.empty() && certainty == ", proven") {
     certainty = ", likely";
   }
@@ -445,6 +451,9 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   if (is_open_kind) certainty = ", open";
   if (kind == "unknown" || kind == "routine") certainty.clear();
   std::vector<std::string> parts = tests_of(verdict, origin);
+  const Fact* const rate = find_fact(origin.facts, FactKind::learning_rate);
+  if (rate != nullptr && kind.starts_with("learning rate"))
+    parts.insert(parts.begin(), fact_text(*rate));
   if (loaded != nullptr) {
     parts.push_back(loaded->name +
                     ", which this run had loaded, is finite, so it became bad in memory");
@@ -610,6 +619,7 @@ std::vector<std::string> reasons_of(const Origin& origin) {
                                    FactKind::became,
                                    FactKind::other_writers_possible,
                                    FactKind::learning_rate,
+                                   FactKind::optimizer_state_bad,
                                    FactKind::discarded};
   std::vector<std::string> reasons;
   for (const Fact& fact : ordered_facts(origin)) {
@@ -626,8 +636,11 @@ std::vector<std::string> reasons_of(const Origin& origin) {
     const bool is_of_any_sum =  // all members have it, and the re-run did not sum again
         origin.cause == Cause::collective_sum &&
         (fact.kind == FactKind::every_member_bad || fact.kind == FactKind::transfer_not_run_again);
-    const bool is_left_out = is_said_or_other || is_of_copies || is_of_memory || is_of_any_sum ||
-                             place == 0 || place > 4 || fact.source != FactSource::origin ||
+    const bool is_of_before =  // the cause says it
+        fact.kind == FactKind::made_before_pass && was_there(origin);
+    const bool is_left_out = is_said_or_other || is_of_before || is_of_copies || is_of_memory ||
+                             is_of_any_sum || place == 0 || place > 4 ||
+                             fact.source != FactSource::origin ||
                              std::ranges::count(kLeftOut, fact.kind) > 0;
     if (!is_left_out && reasons.size() < kMost) reasons.push_back(fact_text(fact));
   }
@@ -690,7 +703,9 @@ static void add_plan(const Verdict& verdict, std::string_view run_dir, Rows& row
   } else {
     const std::string first = is_to_look_first(verdict) ? "after the check: " : "first: ";
     rows.emplace(rows.begin(), "plan",
-                 first + command + "   (takes seconds, changes nothing; its orders replace these)");
+                 first + command +
+                     "   (takes seconds, changes nothing; prints the orders as of then, and if it "
+                     "fails, these stand)");
   }
 }
 

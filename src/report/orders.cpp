@@ -36,8 +36,17 @@ std::string began_text(const Verdict& verdict) {
 
 std::string weights_text(const Verdict& verdict) {
   const JobState& job = verdict.job;
-  if (job.are_weights_finite == false) return "weights bad before the step";
   const Origin* const origin = deciding_origin(verdict);
+  if (job.are_weights_finite == false) {
+    const Fact* const update =
+        origin == nullptr ? nullptr : find_fact(origin->facts, FactKind::update_undefined);
+    if (update != nullptr && update->step) {
+      return "weights bad since the update of " + step_text(*update->step);
+    }
+    const bool is_copy = origin != nullptr && has_fact(origin->facts, FactKind::copies_clean);
+    return is_copy ? "one copy of one weight bad, the others finite"
+                   : "weights bad when the step began";
+  }
   const bool is_of_update = origin != nullptr && origin->phase == Phase::params_after;
   if (is_of_update && job.are_weights_updated == true) {
     return "weights bad now, of this update: do not save them; finite as after " +
@@ -57,7 +66,7 @@ std::string weights_text(const Verdict& verdict) {
     const std::string size = largest && may_be_of_large_weights(*origin)
                                  ? " but as large as " + short_number(*largest)
                                  : "";
-    return std::string(is_damaged ? "they were finite as "
+    return std::string(is_damaged ? "the weights were last finite "
                                   : "weights finite" + size + other + ", as ") +
            (verdict.iteration > 1 ? "after " + step_text(verdict.iteration - 1)
                                   : "before the first step");
@@ -174,8 +183,8 @@ void add_again(const Verdict& verdict, Rows& rows) {
             "any other stop: follow its own message");
     add_row(
         rows, "limit",
-        "more than 10 skipped steps in all, one WARNING each (grep -c 'nanlocator WARNING' in the "
-        "new job's log): end the job, page the " +
+        "after 10 skipped steps in all, one WARNING each (grep -c 'nanlocator WARNING' in the new "
+        "job's log): end the job, page the " +
             person_of(decision.ticket));
     return;
   }
@@ -394,7 +403,8 @@ std::string kill_of(const Verdict& verdict) {
   if (launch && launch->scheduler == "slurm") {
     // Scanners of logs take the command's name for what has ended the job.
     return "s\\cancel --signal=KILL --full " + launch->job_id +
-           "   (as it is, with the backslash; at SIGTERM it would save)";
+           "   (the backslash keeps it out of log scanners' patterns; at SIGTERM the job would "
+           "save)";
   }
   return "SIGKILL to its processes (at SIGTERM it may save)";
 }
@@ -422,8 +432,8 @@ void add_limit(const Verdict& verdict, Rows& rows) {
   const bool is_left_out = verdict.job.on_bad == "skip";
   if (!is_left_out && !has_finite_gradients(verdict)) return;
   add_row(rows, "limit",
-          std::string(is_left_out ? "more than 10 skipped steps in all"
-                                  : "more than 10 such steps in all") +
+          std::string(is_left_out ? "in any case after 10 skipped steps in all"
+                                  : "in any case after 10 such steps in all") +
               count_command(verdict) + ": end the job, page the " + person_of(decision.ticket));
 }
 
@@ -521,9 +531,9 @@ void add_check(const Verdict& verdict, Rows& rows) {
     add_row(rows, "if AGAIN",
             "on " + joined(hosts) +
                 (decision.kind == DecisionKind::none_needed
-                     ? ": end the job at its next checkpoint, restart from that, without "
-                     : ": restart once more, without ") +
-                (hosts.size() > 1 ? "them" : "it") + excluded_text(verdict, hosts) +
+                     ? ": end the job at its next checkpoint, restart it from there without "
+                     : ": restart once more without ") +
+                joined(hosts) + excluded_text(verdict, hosts) +
                 (decision.kind == DecisionKind::none_needed
                      ? "; on other hosts: let it run, page the "
                      : "; on other hosts: leave it down, page the ") +
