@@ -9,6 +9,7 @@
 #include "nanlocator/operators/earlier_write.hpp"
 #include "nanlocator/operators/gradient_work.hpp"
 #include "nanlocator/replay/capture.hpp"
+#include "operators/call_values.hpp"
 #include "recorder/recorded_caller.hpp"
 #include "recorder/recorded_event.hpp"
 #include "tensor/own_work.hpp"

@@ -17,7 +17,12 @@ from watched_steps import verdict_of_steps
 
 GROUPS = 40
 
-CAST = {"contiguous": lambda x: x, "strided": lambda x: torch.stack([x, x], -1)[..., 0]}
+IMAGES = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+CAST = {
+    "contiguous": lambda x: x,
+    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
+    "channels_last": lambda x: x.contiguous(memory_format=IMAGES[x.dim()]),
+}
 
 
 @functools.cache
@@ -122,21 +127,23 @@ def check(name: str, step: Step, wrong: list[str]) -> int:
     return found
 
 
-def samples_of(operator: Any, dtype: torch.dtype) -> Iterator[Any]:
+def samples_of(operator: Any, dtype: torch.dtype, layout: str) -> Iterator[Any]:
     for sample in operator.sample_inputs("cpu", dtype, requires_grad=True):
         x = sample.input
         is_plain = isinstance(x, torch.Tensor) and x.layout == torch.strided and x.dtype == dtype
+        if layout == "channels_last" and (not is_plain or x.dim() not in IMAGES):
+            continue
         if is_plain and x.numel() > 1 and torch.isfinite(x).all():
             yield sample
 
 
-def check_operators(group: int, dtype: torch.dtype, layout: str) -> None:
+def check_operators(group: int, dtype: torch.dtype, layout: str, groups: int = GROUPS) -> None:
     wrong: list[str] = []
     found = 0
-    for operator in operators()[group::GROUPS]:
+    for operator in operators()[group::groups]:
         if dtype not in operator.dtypes or dtype not in (operator.backward_dtypes or operator.dtypes):
             continue
-        sample = next(samples_of(operator, dtype), None)
+        sample = next(samples_of(operator, dtype, layout), None)
         if sample is None:
             continue
 
@@ -167,6 +174,12 @@ def test_what_enters_an_operator_was_born_elsewhere():
 )
 def test_what_enters_any_operator_was_born_elsewhere(dtype, layout, group):
     check_operators(group, dtype, layout)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("group", range(4))
+def test_what_enters_any_operator_on_images_was_born_elsewhere(group):
+    check_operators(group, torch.float32, "channels_last", groups=4)
 
 
 @pytest.mark.exhaustive

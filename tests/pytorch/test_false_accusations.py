@@ -698,7 +698,7 @@ def test_the_learning_rate_is_a_suspect_where_the_weights_have_grown(capfd):
     assert rate["value"] == 3e3
     said = " ".join(capfd.readouterr().err.split())
     assert "cause: learning rate or code, open" in said
-    assert "is the learning rate (3e+03 now) too large?" in said
+    assert "if the learning rate (3e+03 now) is larger than intended" in said
 
 
 def test_the_learning_rate_is_no_suspect_of_an_overflow_among_usual_weights(capfd):

@@ -241,7 +241,8 @@ TEST(Narrative, ABatchIsSkippedAfterAKill) {
   EXPECT_EQ(told.action, "KILL IT NOW, THEN RESTART, SKIPPING BAD BATCHES");
   EXPECT_EQ(told.load, "iter_0000001");
   EXPECT_THAT(told.rows, Contains(Key("skip")));
-  EXPECT_THAT(told.rows, Contains(Pair("state", HasSubstr("the weights were last finite after step 1"))));
+  EXPECT_THAT(told.rows,
+              Contains(Pair("state", HasSubstr("the weights were last finite after step 1"))));
 }
 
 /// A collective that returned NaN to rank 3 for finite inputs.
