@@ -763,7 +763,8 @@ std::string plain_text(const Fact& fact) {
       return "the first bad gradient of its ranks, in backward order, is that of " +
              fact.parameter + clean_before_text(fact);
     case before_collective:
-      return "these gradients were bad before the data-parallel collective, so the fault is in this "
+      return "these gradients were bad before the data-parallel collective, so the fault is in "
+             "this "
              "replica; which of its ranks, layers or operators is not visible in gradients";
     case stayed_on_rank:
       return "the other tensor-parallel ranks stayed clean, though their activations' gradients "
