@@ -26,12 +26,18 @@ TARGETS = ["cuda_tests", "planted_kernels", "opaque_kernels", "counting_allocato
 
 
 def main(folder: Path, python: str) -> None:
+    sys.path.insert(0, str(ROOT / "tests" / "support_matrix"))
+    import environments
+
+    if environments.find_python(python) is None:
+        sys.exit(f"tools/gpu --prepare: no Python {python} on PATH or among pyenv's, with its headers")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
     copy_installed(folder)
     print("build ...", flush=True)
     pack_build(folder / "build", python)
     print("TransformerEngine ...", flush=True)
+    shutil.rmtree(folder / "fp8", ignore_errors=True)  # unpacked there, of an earlier one
     with tempfile.TemporaryDirectory() as work:
         pack_fp8(folder / "fp8.tar.xz", python, Path(work))
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
@@ -95,6 +101,8 @@ def pack_build(folder: Path, python: str) -> None:
             copy(file, folder / kind / file.name)
     stripped = [*folder.glob("bin/*"), *folder.glob("python/nanlocator/*.so")]
     run("strip", "--strip-unneeded", *stripped)
+    commit = subprocess.check_output(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], text=True)
+    (folder / "commit").write_text(commit)
 
 
 def pack_fp8(archive: Path, python: str, work: Path) -> None:
@@ -152,7 +160,6 @@ def pack_extension(site: Path, python: str, work: Path) -> None:
     sources = work / f"transformer_engine_torch-{TRANSFORMER_ENGINE}"
     info = site / f"{sources.name}.dist-info"
     copy(sources / "PKG-INFO", info / "METADATA")
-    sys.path.insert(0, str(ROOT / "tests" / "support_matrix"))
     import environments
 
     other = environments.find_python(python)

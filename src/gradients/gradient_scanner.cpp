@@ -577,25 +577,6 @@ std::vector<std::int64_t> GradientScanner::bad_parameters(Phase phase) {
   return bad;
 }
 
-std::optional<std::int64_t> GradientScanner::largest_parameter(Phase phase) {
-  const at::NoGradGuard no_grad;
-  const at::RecordFunctionGuard unobserved(false);
-  const auto stats = impl_->read();
-  std::optional<std::int64_t> largest;
-  float absmax = -1;
-  for (const auto& [scanned, group] : impl_->in_order()) {
-    if (scanned != phase) continue;
-    for (const auto& entry : group->entries) {
-      const auto slot = group->batches.at(entry.device).first_slot + entry.place;
-      const TensorStats& each = stats.at(entry.device)[slot];
-      if (!each.has_finite() || !(each.absmax > absmax)) continue;
-      absmax = each.absmax;
-      largest = entry.parameter;
-    }
-  }
-  return largest;
-}
-
 std::vector<GradientScanner::Scanned> GradientScanner::scanned_gradients() {
   const at::NoGradGuard no_grad;
   const at::RecordFunctionGuard unobserved(false);

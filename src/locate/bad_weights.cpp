@@ -189,8 +189,11 @@ void add_update(const Findings& findings, Origin& origin) {
   if (!kept.undefined && is_of_update) kept.undefined = whole_update(findings, origin);
   if (kept.undefined) {
     kept.undefined->dtype = origin.tensor ? origin.tensor->dtype : "";
-    if (origin.iteration == 2) kept.undefined->step = 1;  // there was no other
-    if (auto whole = whole_update(findings, origin)) kept.undefined->step = whole->step;
+    const RankEvidence* const rank = findings.incident().find(origin.candidates.front());
+    const bool was_good_before = rank != nullptr && rank->ledger().on_bad == "stop";
+    if (origin.iteration == 2 && was_good_before) kept.undefined->step = 1;  // there was no other
+    const auto whole = is_of_update ? whole_update(findings, origin) : std::nullopt;
+    if (whole) kept.undefined->step = whole->step;
     origin.facts.push_back(*std::move(kept.undefined));
   }
   add_fact(FactKind::optimizer_state_bad, kept.bad, origin);

@@ -115,15 +115,15 @@ std::optional<Fact> learning_rate_of(const Incident& incident, const Origin& ori
   if (!is_of_size || origin.candidates.empty()) return std::nullopt;
   const RankEvidence* const rank = incident.find(origin.candidates.front());
   if (rank == nullptr) return std::nullopt;
-  const auto& states = rank->ledger().optimizer_states;
-  const auto rate = std::ranges::find(states, "lr", &OptimizerState::name);
-  if (rate == states.end() || !rate->stats.is_finite()) return std::nullopt;
-  Fact fact{.kind = FactKind::learning_rate, .value = rate->stats.absmax};
-  for (std::size_t position = 0; position < rank->size(); ++position) {
-    const ParameterRecord& parameter = rank->parameter(position);
-    if (parameter.id == rate->parameter) fact.parameter = parameter.name;
+  const OptimizerState* rate = nullptr;
+  for (const OptimizerState& each : rank->ledger().optimizer_states) {
+    if (each.name != "lr") continue;
+    if (rate != nullptr) return std::nullopt;  // of another group
+    rate = &each;
   }
-  return fact;
+  const bool is_known = rate != nullptr && rate->stats.is_finite() && rate->stats.absmax > 0;
+  if (!is_known) return std::nullopt;
+  return Fact{.kind = FactKind::learning_rate, .value = rate->stats.absmax};
 }
 
 std::optional<Fact> near_overflow(const Sighting& sighting) {

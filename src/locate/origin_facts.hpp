@@ -42,7 +42,7 @@ namespace nanlocator::inline locate_room {
 [[nodiscard]] std::optional<Fact> weights_gathered_unseen(const Incident& incident,
                                                           const std::vector<int>& ranks);
 
-/// With which the optimizer updates the largest weight, for what may come of too large updates: an
+/// The optimizer's, if it has one for all parameters: for what may come of too large updates, an
 /// overflow of the model or of the gradient's norm, a divergence.
 [[nodiscard]] std::optional<Fact> learning_rate_of(const Incident& incident, const Origin& origin);
 

@@ -183,12 +183,26 @@ std::string collective_again_text(const Origin& origin) {
   return "execute the collective on the same values alone: it failed again on finite inputs";
 }
 
+/// A negative argument of a root or a logarithm that no rounding explains.
+bool is_far_below_zero(const Origin& origin) {
+  constexpr double kRounded = -0.01;
+  const bool is_of_sign =
+      origin.detail == Detail::sqrt_of_negative || origin.detail == Detail::log_of_negative;
+  const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
+  return is_of_sign && fact != nullptr && !fact->values.empty() &&
+         fact->values.front().second < kRounded;
+}
+
 /// A square root whose derivative is infinite, so that its argument is 0.
 bool is_root_of_zero(const Origin& origin) {
   return origin.detail == Detail::derivative_at_pole && function_of(origin.forward_op) == "sqrt";
 }
 
 }  // namespace
+
+bool is_conversion(const Origin& origin) {
+  return origin.op.starts_with("aten::_to_copy") || origin.op.starts_with("aten::copy_");
+}
 
 std::string first_bad_call_of(const Origin& origin) {
   const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
@@ -320,11 +334,6 @@ std::string sizes_of(const Origin& origin) {
   const std::string now = magnitudes_of(origin), before = maxima_before_of(origin);
   if (now.empty() || before.empty()) return now + before;
   return now.substr(0, now.size() - 1) + "; " + before.substr(2);
-}
-
-/// True for a cast or a copy into another dtype, which compute nothing.
-bool is_conversion(const Origin& origin) {
-  return origin.op.starts_with("aten::_to_copy") || origin.op.starts_with("aten::copy_");
 }
 
 /// A module that is no part of a watched model has its class's name.
@@ -753,6 +762,10 @@ std::vector<std::string> steps_text(const Origin& origin) {
                   "what produced or reduced it",
               "do not add an epsilon before that: it would hide the fault"};
     case Action::correct_expression:
+      if (is_far_below_zero(origin)) {  // no rounding
+        return {"correct what makes the argument of " + operation + ": it is outside the domain" +
+                with_operands(origin) + "; an epsilon will not help"};
+      }
       return {
           "correct what makes the argument of " + operation + ": it is outside the domain" +
               with_operands(origin) + "; an epsilon will not help",

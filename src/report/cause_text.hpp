@@ -12,6 +12,8 @@ namespace nanlocator::inline report_room {
 [[nodiscard]] std::string operation_of(const Origin& origin);
 /// The call at the first bad element: "sqrt(-0.131)", "0 / 0"; "" if the values are not known.
 [[nodiscard]] std::string first_bad_call_of(const Origin& origin);
+/// True for a cast or a copy into another dtype, which compute nothing.
+[[nodiscard]] bool is_conversion(const Origin& origin);
 /// The source of the operands whose values at the first bad element are known, in their order.
 /// Empty if they are not the arguments of the call in the origin's line, or too long.
 [[nodiscard]] std::vector<std::string> argument_names_of(const Origin& origin);

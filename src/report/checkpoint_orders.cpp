@@ -100,8 +100,8 @@ std::string loaded_text(const Verdict& verdict) {
                                          " or older" + counts_other_steps(verdict)
                                    : std::string();
     if (folder.empty() && before) {
-      return "start as this run was started, or LOAD one" + old +
-             " (this run was not seen to save any)";
+      return "LOAD the newest" + old +
+             " (this run was not seen to save any), else start as this run was started";
     }
     return "LOAD the newest" + old +
            " from before the weights grew (finite is not enough): its largest weight is at most "
@@ -110,7 +110,6 @@ std::string loaded_text(const Verdict& verdict) {
   }
   if (decision.is_to_check) {
     const bool is_down = decision.kind == DecisionKind::do_not_restart;
-    if (is_down && decision.newest_step && *decision.newest_step < 1) return as_started(verdict);
     return "run " + all + " (weights and optimizer) and LOAD the newest that it finds finite" +
            (is_down ? "; if there is none: start from the beginning"
             : ranks_to_look_at(verdict).empty()
@@ -138,23 +137,21 @@ std::string loaded_text(const Verdict& verdict) {
            " finds it finite, else the one before; if none is: start from the beginning" +
            garbage_text(verdict);
   }
+  const bool is_any_bad = std::ranges::any_of(
+      checkpoints_of(verdict), [](const CheckpointFile& each) { return each.is_finite == false; });
+  if (is_any_bad) {
+    return folder +
+           " holds no other; the model author decides: the newest older one from elsewhere, if " +
+           check_command("PATH") + " finds it finite, else from the beginning";
+  }
   if (decision.newest_step && *decision.newest_step < 1) return as_started(verdict);
   if (may_load_newest(verdict)) {
     const bool is_known = verdict.job.are_weights_finite == true;
-    if (!folder.empty() && is_known) {
-      return folder + " holds none yet: LOAD what this run was started from" +
-             garbage_text(verdict);
-    }
-    const std::string newest =
-        folder.empty()
-            ? "LOAD the newest that the job has (this run was not seen to save any)"
-            : folder +
-                  " holds no other; the model author decides: the newest older one from elsewhere";
-    return newest +
-           (is_known
-                ? std::string(", else start from the beginning")
-                : ", if " + check_command("PATH") + " finds it finite, else from the beginning") +
-           garbage_text(verdict);
+    return "LOAD the newest that the job has (" +
+           (folder.empty() ? std::string("this run was not seen to save any")
+                           : "none with a step in its name is in " + folder) +
+           ")" + (is_known ? "" : ", if " + check_command("PATH") + " finds it finite") +
+           ", else start as this run was started" + garbage_text(verdict);
   }
   return "LOAD the newest from before the update of step " + first_bad_step(verdict) +
          counts_other_steps(verdict) + ", NEVER LOAD anything newer";
@@ -245,19 +242,32 @@ std::string fixed_text(const Verdict& verdict) {
   const Origin* const origin = deciding_origin(verdict);
   const CheckpointFile* const loaded =
       origin == nullptr ? nullptr : loaded_and_read(verdict, *origin);
-  return loaded != nullptr && loaded->is_finite == false ? "" : "after the fix: ";
+  const bool is_all = loaded != nullptr && loaded->is_finite == false &&
+                      checkpoint_to_load(verdict) == nullptr &&
+                      verdict.decision.recurrence == Recurrence::none;
+  return is_all ? "" : "after the fix: ";
+}
+
+/// The checkpoint that the block names to be loaded; null if it names none.
+static const CheckpointFile* named_checkpoint(const Verdict& verdict) {
+  if (may_be_of_large_weights(verdict)) return checkpoint_before_growth(verdict);
+  return verdict.decision.is_to_check ? nullptr : checkpoint_to_load(verdict);
 }
 
 std::string load_of(const Verdict& verdict) {
   if (!needs_checkpoint(verdict)) return "not needed";
   if (verdict.decision.kind == DecisionKind::do_not_restart) {
-    const CheckpointFile* const file = may_be_of_large_weights(verdict)
-                                           ? checkpoint_before_growth(verdict)
-                                       : verdict.decision.is_to_check ? nullptr
-                                                                      : checkpoint_to_load(verdict);
+    const CheckpointFile* const file = named_checkpoint(verdict);
     const bool is_known =
         file != nullptr && (verdict.job.are_weights_finite == true || file->is_finite == true);
-    return is_known ? "after the fix: " + file->name : "nothing now";
+    if (is_known) return "after the fix: " + file->name;
+    const auto newest = verdict.decision.newest_step;
+    const bool is_as_started = newest && *newest < 1;
+    const bool is_newest = may_load_newest(verdict) && verdict.job.are_weights_finite == true &&
+                           !may_be_of_large_weights(verdict);
+    return is_as_started ? "after the fix: as started"
+           : is_newest   ? "after the fix: the newest"
+                         : "nothing now";
   }
   if (may_be_of_large_weights(verdict)) {
     const CheckpointFile* const grown_from = checkpoint_before_growth(verdict);
@@ -307,7 +317,7 @@ void add_checkpoint(const Verdict& verdict, Rows& rows) {
 void add_aside(const Verdict& verdict, Rows& rows) {
   if (!needs_checkpoint(verdict)) return;
   const auto never = never_to_load(verdict);
-  const CheckpointFile* const good = checkpoint_to_load(verdict);
+  const CheckpointFile* const good = named_checkpoint(verdict);
   constexpr std::size_t kMost = 4;
   const bool is_running = course_of(verdict) == Course::goes_on_damaged && good != nullptr;
   if (!is_running && (never.empty() || never.size() > kMost)) return;
@@ -316,7 +326,7 @@ void add_aside(const Verdict& verdict, Rows& rows) {
   std::string command = "mkdir -p " + aside + " && ";
   if (is_running) {  // not the files that name the latest
     command += "find " + shell_word(folder.string()) +
-               " -mindepth 1 -maxdepth 1 ! -name 'latest*' -newer " +
+               " -mindepth 1 -maxdepth 1 ! -name 'latest*' ! -name 'nanlocator*' -newer " +
                shell_word((folder / good->name).string()) + " -exec mv -t " + aside + " {} +";
   } else {
     command += "mv";
@@ -326,12 +336,12 @@ void add_aside(const Verdict& verdict, Rows& rows) {
     command += " " + aside + "/";
   }
   add_row(rows, "aside", command);
+  const std::string latest =
+      good == nullptr ? std::string()
+                      : "; if a latest file or link names one of these, let it name " + good->name;
   add_row(rows, "",
-          is_running
-              ? "(when the job is gone: what it saved since, so that no resubmit loads it; if a "
-                "latest file or link names one of these, let it name " +
-                    checkpoint_to_load(verdict)->name + ")"
-              : "(now, so that no resubmit loads it)");
+          std::string(is_running ? "(when the job is gone: what it saved since" : "(now") +
+              ", so that no resubmit loads it" + latest + ")");
 }
 
 std::string moved_text(const Verdict& verdict) {

@@ -601,14 +601,14 @@ std::string plain_text(const Fact& fact) {
       return "called in the framework at " +
              (fact.code ? code_text(*fact.code) : "an unknown line");
     case literal_of:
-      return function_name_of(fact.op) + " wrote the Inf, as a mask or a limit";
+      return function_name_of(fact.op) + " wrote the Inf";
     case weights_magnitude:
       return "largest weights of the module: " + values_text(fact);
     case large_weight:
       return "the largest weight of " + ranks_text(fact.ranks) + ", in " + fact.parameter +
              ", is " + value_of(fact.value);
     case learning_rate:
-      return "the learning rate of " + fact.parameter + " is " + value_of(fact.value);
+      return "the learning rate is " + value_of(fact.value);
     case weight_maxima:
       return "the largest weight of " + fact.parameter + " was " + maxima_text(fact) +
              (fact.value ? "; it is " + value_of(fact.value) + " now" : "");

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <filesystem>
+#include <limits>
 #include <set>
 
 #include "files/printable.hpp"
@@ -361,8 +362,9 @@ std::string kind_of(const Origin& origin) {
   }
   if (origin.cause == Cause::empty_loss_mask) return "data";
   if (origin.cause == Cause::divergence) return "learning rate or data";
-  const bool has_grown =
-      origin.cause == Cause::operator_overflow && may_be_of_large_weights(origin);
+  const bool has_grown = origin.cause == Cause::operator_overflow &&
+                         origin.action != Action::find_weight_writer &&
+                         may_be_of_large_weights(origin);
   if (has_grown && has_fact(origin.facts, FactKind::learning_rate)) return "learning rate or code";
   switch (origin.owner) {
     case Owner::model_author:
@@ -458,7 +460,9 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
     parts.push_back(loaded->name +
                     ", which this run had loaded, is finite, so it became bad in memory");
   }
-  const bool is_said = kind.starts_with("learning rate or code");
+  const bool is_number = origin.tensor && origin.tensor->shape.empty() && is_conversion(origin);
+  const bool is_said = (is_number || kind.starts_with("learning rate or code")) &&
+                       origin.alternatives == std::vector{Suspect::upstream};
   if (!open.empty() && !is_said) parts.push_back(label + open);
   const bool is_open = certainty != ", proven";
   if (origin.detail == Detail::made_earlier) {
@@ -570,18 +574,25 @@ std::string named_values_of(const Origin& origin) {
   return joined(parts, ", ");
 }
 
-/// "its input has 1 element"; "" if that is not known.
+/// "it was given 1 element", of those that one result is made of; "" if that is not known.
 std::string elements_given_to(const Origin& origin) {
   const Fact* const input = find_fact(origin.facts, FactKind::input);
-  if (input == nullptr || !input->operand || input->operand->dtype.empty()) return "";
+  if (input == nullptr || !input->operand || input->operand->dtype.empty() || !origin.tensor)
+    return "";
   std::int64_t elements = 1;
   for (const std::int64_t size : input->operand->shape) elements *= size;
-  return "its input has " + count_text(static_cast<std::size_t>(elements), "element");
+  for (const std::int64_t size : origin.tensor->shape) elements /= std::max<std::int64_t>(size, 1);
+  return "it was given " + count_text(static_cast<std::size_t>(elements), "element");
 }
 
 /// "size is 0, total is 0 at element [0, 3]".
 std::string values_here_of(const Origin& origin) {
-  if (origin.detail == Detail::masked_row && origin.tensor) {
+  const Fact* const values = find_fact(origin.facts, FactKind::values_at_first_bad);
+  const bool is_of_masked =
+      origin.detail == Detail::masked_row && origin.tensor && values != nullptr &&
+      !values->values.empty() &&
+      values->values.front().second == -std::numeric_limits<double>::infinity();
+  if (is_of_masked) {
     return "every element of its row is -Inf, first at " +
            describe_shape(origin.tensor->first_bad_index);
   }
@@ -699,7 +710,7 @@ static void add_plan(const Verdict& verdict, std::string_view run_dir, Rows& row
   const std::string command =
       "nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string());
   if (verdict.decision.kind == DecisionKind::do_not_restart) {
-    add_row(rows, "plan", fixed_text(verdict) + command);
+    add_row(rows, "plan", fixed_text(verdict) + command + "   (prints the orders as of then)");
   } else {
     const std::string first = is_to_look_first(verdict) ? "after the check: " : "first: ";
     rows.emplace(rows.begin(), "plan",

@@ -43,7 +43,9 @@ std::string weights_text(const Verdict& verdict) {
     if (update != nullptr && update->step) {
       return "weights bad since the update of " + step_text(*update->step);
     }
-    const bool is_copy = origin != nullptr && has_fact(origin->facts, FactKind::copies_clean);
+    const bool is_copy = origin != nullptr && verdict.origins.size() == 1 &&
+                         has_fact(origin->facts, FactKind::copies_clean) &&
+                         !has_fact(origin->facts, FactKind::further_weights_bad);
     return is_copy ? "one copy of one weight bad, the others finite"
                    : "weights bad when the step began";
   }

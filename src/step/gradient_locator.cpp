@@ -232,10 +232,6 @@ std::vector<std::int64_t> GradientLocator::bad_weights() {
   return impl_->scanner->bad_parameters(Phase::params_before);
 }
 
-std::optional<std::int64_t> GradientLocator::largest_weight() {
-  return impl_->scanner->largest_parameter(Phase::params_before);
-}
-
 void GradientLocator::set_optimizer_states(std::vector<OptimizerState> states) {
   impl_->optimizer_states = std::move(states);
 }

@@ -54,14 +54,15 @@ bool has_birth_of(const Evidence& evidence, std::initializer_list<BirthKind> kin
          });
 }
 
-/// True for NaN that a square or a product of large inputs may have made inside of the operator:
-/// layer_norm gives no Inf.
+/// True for NaN that a square or a product of large inputs may have made inside of the operator
+/// (layer_norm gives no Inf): of a dtype in which such values are unusual, and no mask's limit.
 bool may_be_of_large_inputs(const Birth& birth) {
   return birth.kind == BirthKind::nan &&
          std::ranges::any_of(birth.operands, [](const Operand& operand) {
            const auto largest = largest_finite(operand.dtype);
-           return largest && operand.stats && operand.stats->has_finite() &&
-                  operand.stats->absmax > std::sqrt(*largest) / 16;
+           return largest && *largest > 1e30 && operand.stats && operand.stats->has_finite() &&
+                  operand.stats->absmax > std::sqrt(*largest) / 16 &&
+                  operand.stats->absmax < 0.9 * *largest;
          });
 }
 

@@ -29,6 +29,7 @@ def expressions_of(line):
         ("y = (total * size) / size", "(total * size) / size", "div", ["total * size", "size"]),
         ("y = torch.log(self.a(x))", "torch.log(self.a(x))", "log", ["self.a(x)"]),
         ("y = h.float().sqrt_() + 1", ".sqrt_()", "sqrt_", ["h.float()"]),
+        ("y = (a + b).sqrt()", ".sqrt()", "sqrt", ["a + b"]),
         ("y = log(x)", "log(x)", "log", ["x"]),
         ("y = a ** 0.5", "a ** 0.5", "pow", ["a", "0.5"]),
         ("y = f(*x)", "f(*x)", "", []),

@@ -324,8 +324,10 @@ FOLLOWING = {
 def fresh_memory_filled_with(byte):
     perturb = ctypes.CDLL(None).mallopt
     perturb(-6, 256 + 255 - byte)  # M_PERTURB of malloc.h: fresh memory gets the complement of the last byte
-    yield
-    perturb(-6, 0)
+    try:
+        yield
+    finally:
+        perturb(-6, 0)
 
 
 @pytest.fixture

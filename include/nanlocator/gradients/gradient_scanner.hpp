@@ -109,8 +109,6 @@ class GradientScanner {
   /// Ids of the parameters that a scan of `phase` found bad, in scan order, without repetitions;
   /// waits for the devices.
   [[nodiscard]] std::vector<std::int64_t> bad_parameters(Phase phase);
-  /// The parameter with the largest finite magnitude in this phase; nullopt if none was scanned.
-  [[nodiscard]] std::optional<std::int64_t> largest_parameter(Phase phase);
 
   struct Scanned {
     std::int64_t parameter = 0;

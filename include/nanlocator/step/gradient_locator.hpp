@@ -134,7 +134,6 @@ class GradientLocator {
   /// Ids of the parameters whose weights were bad before this step, in scan order; waits for the
   /// devices.
   [[nodiscard]] std::vector<std::int64_t> bad_weights();
-  [[nodiscard]] std::optional<std::int64_t> largest_weight();
   /// Sets the optimizer states of these.
   void set_optimizer_states(std::vector<OptimizerState> states);
   /// Every rank has scanned its weights after this step's update, and none is bad.

@@ -44,15 +44,17 @@ def expression_at(code: CodeType, instruction: int, line: str) -> Found | None:
     except (SyntaxError, ValueError):
         return begin - indent, end - indent, "", []
     call, arguments = _parts(source, node)
-    return begin + _begin_of_call(node) - indent, end - indent, call, arguments
+    return begin + _begin_of_call(source, node) - indent, end - indent, call, arguments
 
 
-def _begin_of_call(node: ast.expr) -> int:
+def _begin_of_call(source: str, node: ast.expr) -> int:
     """Of `x.pow(2).sum(-1).sqrt()`, whose parts the same line calls, too, that of `.sqrt()`."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return 0
     called_on = node.func.value
-    return 0 if isinstance(called_on, ast.Name | ast.Attribute) else called_on.end_col_offset or 0
+    if isinstance(called_on, ast.Name | ast.Attribute):
+        return 0
+    return max(source.encode().find(b".", called_on.end_col_offset or 0), 0)  # behind its parentheses
 
 
 def _parts(source: str, node: ast.expr) -> tuple[str, list[str]]:

@@ -249,7 +249,8 @@ class _Planner:
         for each in bad:
             plan.steps.append(self._move(each))
         resumed = self._seen.resumed
-        if resumed is not None and resumed in bad and load is not None:
+        is_moved = resumed is None and self._seen.resumed_why.endswith(" names it")  # by hand, already
+        if (is_moved or resumed in bad) and load is not None:
             if self._seen.resumed_why.startswith(TRACKER):
                 file = load.path.parent / TRACKER
                 command = f"printf '%s\\n' {load.step} > {shlex.quote(str(file))}"
