@@ -99,7 +99,7 @@ TEST(Narrative, TheBlockIsTheOrderOfTheDay) {
                until the code is fixed
   checkpoint:  after the fix: LOAD /ckpt/run17/iter_0000001 (after step 1, the newest): saved before this
                fault
-  plan:        after the fix: nanlocator next /runs/a0
+  plan:        after the fix: nanlocator next /runs/a0   (prints the orders as of then)
   --- for the model author
   model/router.py:515 in gate, forward, microbatch 1 (rank 3 = a17:GPU3)
   515 |  return t / denominator
@@ -134,8 +134,9 @@ TEST(Narrative, AJobThatGoesOnWakesNobody) {
 TEST(Narrative, ThePlanIsNamedWhereThereIsSomethingToDo) {
   Verdict verdict = division_by_zero();
   const std::string folder = "/a folder/" + std::string(120, 'x') + "/a0";
-  EXPECT_THAT(format_verdict(verdict, {.run_dir = folder}),
-              HasSubstr("  plan:        after the fix: nanlocator next '" + folder + "'\n"));
+  EXPECT_THAT(
+      format_verdict(verdict, {.run_dir = folder}),
+      HasSubstr("  plan:        after the fix: nanlocator next '" + folder + "'   (prints"));
   EXPECT_THAT(narrative_of(verdict).rows, Not(Contains(Key("plan"))));  // the folder is not known
   verdict.job.on_bad = "skip";
   verdict.decision = decide(verdict);
@@ -428,6 +429,34 @@ TEST(Narrative, CheckpointsThatWereReadNeedNoCheck) {
   EXPECT_EQ(verdict.decision.kind, DecisionKind::do_not_restart);
   EXPECT_THAT(narrative_of(verdict).action,
               HasSubstr("AWAY, LEAVE THE JOB DOWN, PAGE THE MODEL AUTHOR"));
+  told = narrative_of(verdict);
+  EXPECT_EQ(told.rows.front().first, "aside");
+  EXPECT_THAT(told.rows, Contains(Pair("checkpoint", HasSubstr("/ckpt/run17 holds no other; the "
+                                                               "model author decides: "))));
+  EXPECT_THAT(told.rows, Contains(Pair("", "(now, so that no resubmit loads it)")));
+}
+
+TEST(Narrative, TheLearningRateIsNoSuspectOfAWeightThatJumped) {
+  Verdict verdict = division_by_zero();
+  Origin& origin = verdict.origins.front();
+  origin.cause = Cause::operator_overflow;
+  origin.detail = Detail::exceeds_range;
+  origin.facts = {{.kind = FactKind::weights_magnitude, .values = {{"head.weight", 3e24}}},
+                  {.kind = FactKind::learning_rate, .value = 1e-3},
+                  {.kind = FactKind::weight_maxima,
+                   .value = 3e24,
+                   .parameter = "head.weight",
+                   .values = {{"1", 0.11}}}};
+  complete(origin);
+  ASSERT_EQ(origin.action, Action::find_weight_writer);
+  verdict.decision = decide(verdict);
+  EXPECT_THAT(narrative_of(verdict).rows, Not(Contains(Pair("cause", HasSubstr("learning rate")))));
+  origin.facts.pop_back();
+  complete(origin);
+  verdict.decision = decide(verdict);
+  EXPECT_THAT(narrative_of(verdict).rows,
+              Contains(Pair("cause", HasSubstr("learning rate or code, open: the learning rate is "
+                                               "0.001"))));
 }
 
 TEST(Narrative, OfCheckpointsOfARunThatGrewTheNewestThatHadNotIsNamed) {
