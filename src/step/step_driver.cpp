@@ -124,264 +124,259 @@ struct StepDriver::Impl {
   /// States of weights that were bad before the step show whether the last update made them bad; if
   /// none was, the learning rates, each once, may be why something overflows.
   void keep_optimizer_states() {
-    const auto bad = locator.bad_weights();
-    std::vector<std::int64_t> ids = bad;
-    if (bad.empty()) {
-      for (const ParameterInfo& each : locator.map().parameters()) ids.push_back(each.id);
-    }
     try {
+      auto weights = locator.bad_weights();
+      const bool is_any_bad = !weights.empty();
+      if (!is_any_bad) {
+        for (const ParameterInfo& each : locator.map().parameters()) weights.push_back(each.id);
+      }
       std::vector<OptimizerState> states;
       std::set<double> rates;
-      for (const auto& [parameter, name, tensor, offset] : framework->optimizer_state(ids)) {
-        if (bad.empty() && name != "lr") continue;
+      for (const auto& [parameter, name, tensor, offset] : framework->optimizer_state(weights)) {
+        if (!is_any_bad && name != "lr") continue;
         auto stats = nanlocator::scan_one(tensor);
-        if (!stats || (bad.empty() && !rates.insert(stats->absmax).second)) continue;
+        if (!stats || (!is_any_bad && !rates.insert(stats->absmax).second)) continue;
         if (stats->first_bad >= 0) stats->first_bad += offset;
         states.push_back({parameter, name, *stats});
       }
       locator.set_optimizer_states(std::move(states));
     } catch (const std::exception& error) {
-      if (bad.empty()) return;
-      locator.add_note("The optimizer's state of the bad weights could not be scanned: " +
-                       std::string(error.what()));
+      locator.add_note("The optimizer's state could not be scanned: " + std::string(error.what()));
     }
   }
-}
 
   void open(std::optional<std::int64_t> iteration) {
-  if (step.is_open) return;
-  if (iteration) step.iteration = iteration;
-  locator.begin_step(step.iteration.value_or(completed + 1));
-  step.is_open = true;
-  if (options().check_params) {
-    locator.scan(Phase::params_before, kWeights, "weight", framework->weights());
-  }
-}
-
-void scan_gradients() {
-  if (rerun.is_running()) {
-    rerun.scan_before_change(framework->gradients());
-    return;
-  }
-  if (!step.pass && step.is_scanned) step = {};  // those gradients no longer exist
-  open({});
-  locator.scan(gradient_phase, kGradients, "grad", framework->gradients());
-  step.is_scanned = true;
-}
-
-[[nodiscard]] const LocatorOptions& options() const {
-  return locator.options();
-}
-
-/// During capture of a CUDA graph nothing may wait or allocate, and each replay repeats enqueued
-/// work, so nothing is scanned.
-[[nodiscard]] bool is_off() {
-  if (is_closed || !is_on_device || !is_captured(at::kCUDA)) return is_closed;
-  if (!std::exchange(has_told_of_graph, true)) {
-    std::cerr << "nanlocator: a step is captured into a CUDA graph: what its replays compute is "
-                 "not seen\n"
-              << std::flush;
-  }
-  return true;
-}
-
-// --- findings ---
-
-/// fp16 with a dynamic loss scale finds its scale by overflowing in backward; this does not
-/// explain a non-finite loss. The same on all ranks.
-bool is_routine_overflow(const std::optional<LossScale>& scale) {
-  const bool is_routine = scale && scale->falls_on_overflow && are_finite(step.losses);
-  return !locator.is_true_anywhere(!is_routine);
-}
-
-/// Uses the framework's own loss scale; the same on all ranks.
-bool is_routine_overflow() {
-  if (!framework->has_loss_scaler()) return false;
-  const auto scale = framework->loss_scale();
-  if (scale && scale->is_in_gradients) {
-    locator.set_loss_scale(scale->scale, scale->falls_on_overflow);
-  }
-  return is_routine_overflow(scale);
-}
-
-/// Differs after any write to a weight. Empty: no earlier update made weights bad.
-[[nodiscard]] std::optional<std::uint64_t> writes_to_weights() {
-  if (!locator.has_bad_update()) return std::nullopt;
-  std::uint64_t writes = 0;
-  for (const auto& [name, tensor] : framework->parameters()) {
-    writes = writes * 31 + version_of(tensor);
-  }
-  return writes;
-}
-
-struct Rerunnable {
-  CanRerun can;
-  std::string why_not;
-};
-
-/// The same on all ranks except the reason: an obstacle on one rank prevents execution on all.
-Rerunnable can_rerun() {
-  if (!step.pass) {
-    return {step.has_ended_pass ? CanRerun::pass_has_ended : CanRerun::no_pass,
-            framework->why_no_pass()};
-  }
-  const auto obstacle = step.pass->obstacle();
-  if (!obstacle || !locator.is_true_anywhere(!obstacle->empty())) return {CanRerun::yes, {}};
-  return {CanRerun::no_pass,
-          obstacle->empty() ? "another rank could not execute it again" : *obstacle};
-}
-
-/// `results`: the bad tensors that all ranks have agreed on.
-Decision judge(const Rerunnable& rerunnable, std::vector<GradientView> results) {
-  const auto& [can, why_not] = rerunnable;
-  const bool are_gradients = can != CanRerun::weights_have_moved;
-  step.is_judged = true;
-  if (are_gradients) {  // the optimizer has not changed the weights since
-    const auto weights = framework->weights();
-    if (!weights.empty()) {
-      locator.scan(Phase::params_before, kWeightsOfABadStep, "weight", weights);
+    if (step.is_open) return;
+    if (iteration) step.iteration = iteration;
+    locator.begin_step(step.iteration.value_or(completed + 1));
+    step.is_open = true;
+    if (options().check_params) {
+      locator.scan(Phase::params_before, kWeights, "weight", framework->weights());
     }
-    keep_optimizer_states();
-    locator.set_framework_skips_update(framework->skips_bad_updates());
   }
-  collect_observations();
-  bool is_clean_now = false;
-  const bool are_untouched = writes_after_bad_update == writes_to_weights();
-  if (are_gradients && locator.is_consequence(are_untouched)) {
+
+  void scan_gradients() {
+    if (rerun.is_running()) {
+      rerun.scan_before_change(framework->gradients());
+      return;
+    }
+    if (!step.pass && step.is_scanned) step = {};  // those gradients no longer exist
+    open({});
+    locator.scan(gradient_phase, kGradients, "grad", framework->gradients());
+    step.is_scanned = true;
+  }
+
+  [[nodiscard]] const LocatorOptions& options() const { return locator.options(); }
+
+  /// During capture of a CUDA graph nothing may wait or allocate, and each replay repeats enqueued
+  /// work, so nothing is scanned.
+  [[nodiscard]] bool is_off() {
+    if (is_closed || !is_on_device || !is_captured(at::kCUDA)) return is_closed;
+    if (!std::exchange(has_told_of_graph, true)) {
+      std::cerr << "nanlocator: a step is captured into a CUDA graph: what its replays compute is "
+                   "not seen\n"
+                << std::flush;
+    }
+    return true;
+  }
+
+  // --- findings ---
+
+  /// fp16 with a dynamic loss scale finds its scale by overflowing in backward; this does not
+  /// explain a non-finite loss. The same on all ranks.
+  bool is_routine_overflow(const std::optional<LossScale>& scale) {
+    const bool is_routine = scale && scale->falls_on_overflow && are_finite(step.losses);
+    return !locator.is_true_anywhere(!is_routine);
+  }
+
+  /// Uses the framework's own loss scale; the same on all ranks.
+  bool is_routine_overflow() {
+    if (!framework->has_loss_scaler()) return false;
+    const auto scale = framework->loss_scale();
+    if (scale && scale->is_in_gradients) {
+      locator.set_loss_scale(scale->scale, scale->falls_on_overflow);
+    }
+    return is_routine_overflow(scale);
+  }
+
+  /// Differs after any write to a weight. Empty: no earlier update made weights bad.
+  [[nodiscard]] std::optional<std::uint64_t> writes_to_weights() {
+    if (!locator.has_bad_update()) return std::nullopt;
+    std::uint64_t writes = 0;
+    for (const auto& [name, tensor] : framework->parameters()) {
+      writes = writes * 31 + version_of(tensor);
+    }
+    return writes;
+  }
+
+  struct Rerunnable {
+    CanRerun can;
+    std::string why_not;
+  };
+
+  /// The same on all ranks except the reason: an obstacle on one rank prevents execution on all.
+  Rerunnable can_rerun() {
+    if (!step.pass) {
+      return {step.has_ended_pass ? CanRerun::pass_has_ended : CanRerun::no_pass,
+              framework->why_no_pass()};
+    }
+    const auto obstacle = step.pass->obstacle();
+    if (!obstacle || !locator.is_true_anywhere(!obstacle->empty())) return {CanRerun::yes, {}};
+    return {CanRerun::no_pass,
+            obstacle->empty() ? "another rank could not execute it again" : *obstacle};
+  }
+
+  /// `results`: the bad tensors that all ranks have agreed on.
+  Decision judge(const Rerunnable& rerunnable, std::vector<GradientView> results) {
+    const auto& [can, why_not] = rerunnable;
+    const bool are_gradients = can != CanRerun::weights_have_moved;
+    step.is_judged = true;
+    if (are_gradients) {  // the optimizer has not changed the weights since
+      const auto weights = framework->weights();
+      if (!weights.empty()) {
+        locator.scan(Phase::params_before, kWeightsOfABadStep, "weight", weights);
+      }
+      keep_optimizer_states();
+      locator.set_framework_skips_update(framework->skips_bad_updates());
+    }
+    collect_observations();
+    bool is_clean_now = false;
+    const bool are_untouched = writes_after_bad_update == writes_to_weights();
+    if (are_gradients && locator.is_consequence(are_untouched)) {
+      report(&locator.conclude());
+      return decide(are_gradients, is_clean_now);
+    }
+    if (can == CanRerun::no_pass && !has_had_pass && !framework->can_trace_later_steps()) {
+      locator.set_no_rerun(why_not);
+      locator.add_note("This step could not be executed again: " + why_not);
+    } else if (can == CanRerun::yes || framework->can_trace_later_steps()) {
+      locator.now_in(Activity::rerun);
+      is_clean_now = rerun.rerun_or_trace({can, can == CanRerun::yes ? step.pass : nullptr, why_not,
+                                           std::move(results), boundaries});
+    }
     report(&locator.conclude());
     return decide(are_gradients, is_clean_now);
   }
-  if (can == CanRerun::no_pass && !has_had_pass && !framework->can_trace_later_steps()) {
-    locator.set_no_rerun(why_not);
-    locator.add_note("This step could not be executed again: " + why_not);
-  } else if (can == CanRerun::yes || framework->can_trace_later_steps()) {
-    locator.now_in(Activity::rerun);
-    is_clean_now = rerun.rerun_or_trace(
-        {can, can == CanRerun::yes ? step.pass : nullptr, why_not, std::move(results), boundaries});
-  }
-  report(&locator.conclude());
-  return decide(are_gradients, is_clean_now);
-}
 
-Decision decide(bool are_gradients, bool is_clean_now) {
-  switch (options().on_bad) {
-    case Policy::report:
-      return Decision::proceed;
-    case Policy::skip:
-      return are_gradients ? Decision::skip : Decision::proceed;
-    case Policy::recover:
-      if (!is_clean_now) break;
-      step.is_judged = false;
-      return Decision::recovered;
-    case Policy::stop:
-      break;
-  }
-  end();
-  ++completed;
-  return Decision::stop;
-}
-
-void report(const Verdict* latest) {
-  verdict = latest;
-  if (!step.has_left_gradients) bad_step = latest->iteration;
-  reported = locator.verdicts().size();
-  framework->on_verdict(*latest);
-}
-
-void conclude_alone(const std::string& reason, Failure failure,
-                    std::span<const LossView> losses = {}) {
-  try {
-    locator.scan_losses(losses);
-    collect_observations();
-    if (!losses.empty()) rerun.explain(losses, framework->gradients());
-  } catch (...) {
-    // The device may have failed.
-  }
-  const auto* const partial = locator.conclude_alone(reason, failure);
-  if (partial != nullptr && locator.verdicts().size() > reported) report(partial);
-}
-
-/// `work`: one agreement and its consequences. This rank's findings must survive its failure.
-template <typename Work>
-Decision agreed(const Work& work) {
-  constexpr auto kReason = "The ranks could not agree on this step: ";
-  Decision decision = Decision::proceed;
-  try {
-    decision = work();
-  } catch (const AgreementError& error) {
-    conclude_alone(kReason + std::string(error.what()), Failure::of_peers);
-    throw;
-  } catch (const std::exception& error) {
-    conclude_alone(kReason + std::string(error.what()), Failure::own);
-    throw;
-  }
-  const auto rerun_error = rerun.take_error();
-  if (decision == Decision::skip) rerun.state().put_back_bad_buffers();
-  if (decision != Decision::stop) {
-    step.decision = decision;
-  } else if (rerun_error) {  // the step is over, for this rank's own error
-    std::rethrow_exception(rerun_error);
-  }
-  return decision;
-}
-
-template <typename IsRoutine>
-Decision finish_agreement(const IsRoutine& is_routine) {
-  return agreed([&] {
-    step.is_agreeing = false;
-    step.is_agreed = true;
-    if (!locator.finish_agreement()) return Decision::proceed;
-    if (is_routine()) {
-      step.is_judged = true;
-      locator.dismiss();
-      forget_observations();  // the scaler skips the update: no end_step may follow
-      return Decision::proceed;
+  Decision decide(bool are_gradients, bool is_clean_now) {
+    switch (options().on_bad) {
+      case Policy::report:
+        return Decision::proceed;
+      case Policy::skip:
+        return are_gradients ? Decision::skip : Decision::proceed;
+      case Policy::recover:
+        if (!is_clean_now) break;
+        step.is_judged = false;
+        return Decision::recovered;
+      case Policy::stop:
+        break;
     }
-    return judge(can_rerun(), framework->gradients());
-  });
-}
-
-Decision finish_agreement() {
-  return finish_agreement([&] { return is_routine_overflow(); });
-}
-
-void compare_with_rerun() {
-  if (const auto [can, why_not] = can_rerun(); can != CanRerun::yes) {
-    std::cerr << "nanlocator: step " + std::to_string(locator.iteration()) +
-                     ": not executed again, as " + why_not + "\n"
-              << std::flush;
-    return;
+    end();
+    ++completed;
+    return Decision::stop;
   }
-  if (const auto changed = rerun.compare(step.pass); changed > 0) {
-    std::cerr << "nanlocator: step " + std::to_string(locator.iteration()) +
-                     ": executed again from the same state, " + std::to_string(changed) +
-                     " gradients have other bits\n"
-              << std::flush;
-  }
-}
 
-Decision scan_updated_weights() {
-  return agreed([&] {
-    open({});
-    const auto weights = framework->weights();
-    locator.scan(Phase::params_after, kWeights, "weight", weights);
-    locator.start_agreement();
-    if (!locator.finish_agreement()) {
-      locator.weights_are_finite();
-      return step.decision;
+  void report(const Verdict* latest) {
+    verdict = latest;
+    if (!step.has_left_gradients) bad_step = latest->iteration;
+    reported = locator.verdicts().size();
+    framework->on_verdict(*latest);
+  }
+
+  void conclude_alone(const std::string& reason, Failure failure,
+                      std::span<const LossView> losses = {}) {
+    try {
+      locator.scan_losses(losses);
+      collect_observations();
+      if (!losses.empty()) rerun.explain(losses, framework->gradients());
+    } catch (...) {
+      // The device may have failed.
     }
-    return judge({CanRerun::weights_have_moved, {}}, weights);
-  });
-}
+    const auto* const partial = locator.conclude_alone(reason, failure);
+    if (partial != nullptr && locator.verdicts().size() > reported) report(partial);
+  }
 
-// --- the end ---
+  /// `work`: one agreement and its consequences. This rank's findings must survive its failure.
+  template <typename Work>
+  Decision agreed(const Work& work) {
+    constexpr auto kReason = "The ranks could not agree on this step: ";
+    Decision decision = Decision::proceed;
+    try {
+      decision = work();
+    } catch (const AgreementError& error) {
+      conclude_alone(kReason + std::string(error.what()), Failure::of_peers);
+      throw;
+    } catch (const std::exception& error) {
+      conclude_alone(kReason + std::string(error.what()), Failure::own);
+      throw;
+    }
+    const auto rerun_error = rerun.take_error();
+    if (decision == Decision::skip) rerun.state().put_back_bad_buffers();
+    if (decision != Decision::stop) {
+      step.decision = decision;
+    } else if (rerun_error) {  // the step is over, for this rank's own error
+      std::rethrow_exception(rerun_error);
+    }
+    return decision;
+  }
 
-void end() {
-  if (step.is_update_running) rerun.end_update();
-  step = {};
-  rerun.begin_pass();
-  forget_observations();
-}
+  template <typename IsRoutine>
+  Decision finish_agreement(const IsRoutine& is_routine) {
+    return agreed([&] {
+      step.is_agreeing = false;
+      step.is_agreed = true;
+      if (!locator.finish_agreement()) return Decision::proceed;
+      if (is_routine()) {
+        step.is_judged = true;
+        locator.dismiss();
+        forget_observations();  // the scaler skips the update: no end_step may follow
+        return Decision::proceed;
+      }
+      return judge(can_rerun(), framework->gradients());
+    });
+  }
+
+  Decision finish_agreement() {
+    return finish_agreement([&] { return is_routine_overflow(); });
+  }
+
+  void compare_with_rerun() {
+    if (const auto [can, why_not] = can_rerun(); can != CanRerun::yes) {
+      std::cerr << "nanlocator: step " + std::to_string(locator.iteration()) +
+                       ": not executed again, as " + why_not + "\n"
+                << std::flush;
+      return;
+    }
+    if (const auto changed = rerun.compare(step.pass); changed > 0) {
+      std::cerr << "nanlocator: step " + std::to_string(locator.iteration()) +
+                       ": executed again from the same state, " + std::to_string(changed) +
+                       " gradients have other bits\n"
+                << std::flush;
+    }
+  }
+
+  Decision scan_updated_weights() {
+    return agreed([&] {
+      open({});
+      const auto weights = framework->weights();
+      locator.scan(Phase::params_after, kWeights, "weight", weights);
+      locator.start_agreement();
+      if (!locator.finish_agreement()) {
+        locator.weights_are_finite();
+        return step.decision;
+      }
+      return judge({CanRerun::weights_have_moved, {}}, weights);
+    });
+  }
+
+  // --- the end ---
+
+  void end() {
+    if (step.is_update_running) rerun.end_update();
+    step = {};
+    rerun.begin_pass();
+    forget_observations();
+  }
 };
 
 StepDriver::StepDriver(std::shared_ptr<Framework> framework, LocatorOptions options,
