@@ -17,6 +17,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support_matrix"))
+
+import environments  # noqa: E402
+
 ARCHITECTURE = 90
 TRANSFORMER_ENGINE = "2.9.0"
 FP8 = [f"transformer-engine=={TRANSFORMER_ENGINE}", f"transformer-engine-cu13=={TRANSFORMER_ENGINE}"]
@@ -26,9 +30,6 @@ TARGETS = ["cuda_tests", "planted_kernels", "opaque_kernels", "counting_allocato
 
 
 def main(folder: Path, python: str) -> None:
-    sys.path.insert(0, str(ROOT / "tests" / "support_matrix"))
-    import environments
-
     if environments.find_python(python) is None:
         sys.exit(f"tools/gpu --prepare: no Python {python} on PATH or among pyenv's, with its headers")
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,8 +161,6 @@ def pack_extension(site: Path, python: str, work: Path) -> None:
     sources = work / f"transformer_engine_torch-{TRANSFORMER_ENGINE}"
     info = site / f"{sources.name}.dist-info"
     copy(sources / "PKG-INFO", info / "METADATA")
-    import environments
-
     other = environments.find_python(python)
     query = (
         "import sysconfig; print(sysconfig.get_paths()['include'], sysconfig.get_config_var('EXT_SUFFIX'))"

@@ -186,13 +186,13 @@ void add_update(const Findings& findings, Origin& origin) {
     was_finite = finite_after && *finite_after + 1 == rank->ledger().iteration;
   }
   const bool is_of_update = kept.bad.names.empty() && !was_finite;
-  if (!kept.undefined && is_of_update) kept.undefined = whole_update(findings, origin);
+  const auto whole = is_of_update ? whole_update(findings, origin) : std::nullopt;
+  if (!kept.undefined) kept.undefined = whole;
   if (kept.undefined) {
     kept.undefined->dtype = origin.tensor ? origin.tensor->dtype : "";
     const RankEvidence* const rank = findings.incident().find(origin.candidates.front());
     const bool was_good_before = rank != nullptr && rank->ledger().on_bad == "stop";
     if (origin.iteration == 2 && was_good_before) kept.undefined->step = 1;  // there was no other
-    const auto whole = is_of_update ? whole_update(findings, origin) : std::nullopt;
     if (whole) kept.undefined->step = whole->step;
     origin.facts.push_back(*std::move(kept.undefined));
   }

@@ -193,6 +193,15 @@ bool is_far_below_zero(const Origin& origin) {
          fact->values.front().second < kRounded;
 }
 
+/// "log" of "aten::special_log_.out", "scale" of "my_library::scale.out".
+std::string name_in_code(const std::string& op) {
+  if (op.starts_with("aten::")) return std::string(function_of(op));
+  std::string name = op.substr(op.rfind(':') + 1);
+  name.resize(std::min(name.find('.'), name.size()));
+  while (name.ends_with('_')) name.pop_back();
+  return name;
+}
+
 /// A square root whose derivative is infinite, so that its argument is 0.
 bool is_root_of_zero(const Origin& origin) {
   return origin.detail == Detail::derivative_at_pole && function_of(origin.forward_op) == "sqrt";
@@ -210,7 +219,7 @@ std::string first_bad_call_of(const Origin& origin) {
   std::vector<std::string> parts;
   for (const auto& [name, value] : fact->values) parts.push_back(short_number(value));
   if (!parts.empty() && is_root_of_zero(origin)) return "torch.sqrt(0)";
-  const bool is_division = function_of(origin.op) == "div" || function_of(origin.op) == "div_";
+  const bool is_division = function_of(origin.op) == "div";
   if (is_division && parts.size() == 2) return parts[0] + " / " + parts[1];
   return parts.empty() ? "" : function_name_of(origin.op) + "(" + joined(parts, ", ") + ")";
 }
@@ -221,13 +230,8 @@ std::vector<std::string> argument_names_of(const Origin& origin) {
   const bool is_of_line = origin.code && origin.code->expression &&
                           origin.custom_function.empty() && origin.direction != Direction::backward;
   if (fact == nullptr || !is_of_line) return {};
-  const auto without_underscore = [](std::string name) {
-    while (name.ends_with('_')) name.pop_back();
-    return name;
-  };
   const Expression& call = *origin.code->expression;
-  if (without_underscore(std::string(function_of(origin.op))) != without_underscore(call.call))
-    return {};
+  if (name_in_code(origin.op) != name_in_code(call.call)) return {};
   if (fact->values.size() > call.arguments.size()) return {};
   std::vector<std::string> names(call.arguments.begin(),
                                  call.arguments.begin() + std::ssize(fact->values));

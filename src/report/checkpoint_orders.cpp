@@ -66,9 +66,13 @@ std::string garbage_text(const Verdict& verdict) {
   const bool is_garbage = origin != nullptr && (origin->cause == Cause::uninitialised_memory ||
                                                 origin->cause == Cause::race);
   return is_garbage ? "; earlier steps may have used wrong finite values: the model author judges "
-                      "that in the "
-                      "morning, the restart need not wait"
+                      "that in the morning, the restart need not wait"
                     : "";
+}
+
+/// What this run was started from may be such a one.
+bool is_any_bad(const Verdict& verdict) {
+  return std::ranges::count(checkpoints_of(verdict), false, &CheckpointFile::is_finite) > 0;
 }
 
 /// None of the run's own steps can be used. In its own count, so the names do not matter.
@@ -137,9 +141,7 @@ std::string loaded_text(const Verdict& verdict) {
            " finds it finite, else the one before; if none is: start from the beginning" +
            garbage_text(verdict);
   }
-  const bool is_any_bad = std::ranges::any_of(
-      checkpoints_of(verdict), [](const CheckpointFile& each) { return each.is_finite == false; });
-  if (is_any_bad) {
+  if (is_any_bad(verdict)) {
     return folder +
            " holds no other; the model author decides: the newest older one from elsewhere, if " +
            check_command("PATH") + " finds it finite, else from the beginning";
@@ -261,6 +263,7 @@ std::string load_of(const Verdict& verdict) {
     const bool is_known =
         file != nullptr && (verdict.job.are_weights_finite == true || file->is_finite == true);
     if (is_known) return "after the fix: " + file->name;
+    if (is_any_bad(verdict)) return "nothing now";
     const auto newest = verdict.decision.newest_step;
     const bool is_as_started = newest && *newest < 1;
     const bool is_newest = may_load_newest(verdict) && verdict.job.are_weights_finite == true &&

@@ -715,8 +715,8 @@ static void add_plan(const Verdict& verdict, std::string_view run_dir, Rows& row
     const std::string first = is_to_look_first(verdict) ? "after the check: " : "first: ";
     rows.emplace(rows.begin(), "plan",
                  first + command +
-                     "   (takes seconds, changes nothing; prints the orders as of then, and if it "
-                     "fails, these stand)");
+                     "   (prints the orders as of now, changes nothing; if it fails, follow this "
+                     "message)");
   }
 }
 

@@ -181,8 +181,7 @@ void add_again(const Verdict& verdict, Rows& rows) {
   if (decision.kind == DecisionKind::skip_batch) {
     add_row(rows, "if AGAIN",
             "at this batch: the script overrides the variable, so leave it down, page the model "
-            "author; "
-            "any other stop: follow its own message");
+            "author; any other stop: follow its own message");
     add_row(
         rows, "limit",
         "after 10 skipped steps in all, one WARNING each (grep -c 'nanlocator WARNING' in the new "

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
 #include <limits>
 #include <optional>
 #include <span>
@@ -47,11 +46,9 @@ Framework* framework_if_eager(const RerunPasses& passes, const Evidence& evidenc
   return evidence.is_eager && !evidence.is_of_compiled_code ? passes.framework.get() : nullptr;
 }
 
-bool has_birth_of(const Evidence& evidence, std::initializer_list<BirthKind> kinds) {
+bool is_any_birth(const Evidence& evidence, bool (*is)(const Birth&)) {
   const auto& explanation = evidence.explaining.explanation;
-  return explanation && std::ranges::any_of(explanation->births, [&](const TracedBirth& traced) {
-           return std::ranges::find(kinds, traced.birth.kind) != kinds.end();
-         });
+  return explanation && std::ranges::any_of(explanation->births, is, &TracedBirth::birth);
 }
 
 /// True for NaN that a square or a product of large inputs may have made inside of the operator
@@ -66,12 +63,11 @@ bool may_be_of_large_inputs(const Birth& birth) {
          });
 }
 
-bool has_birth_of_large_values(const Evidence& evidence) {
-  const auto& explanation = evidence.explaining.explanation;
-  return has_birth_of(evidence, {BirthKind::inf}) ||
-         (explanation && std::ranges::any_of(explanation->births, [](const TracedBirth& traced) {
-            return may_be_of_large_inputs(traced.birth);
-          }));
+/// True for births off the dispatcher, with inputs of unknown writers, or from finite values that
+/// were too large.
+bool may_be_of_memory(const Birth& birth) {
+  return birth.kind == BirthKind::opaque || birth.kind == BirthKind::kernel ||
+         birth.kind == BirthKind::inf || may_be_of_large_inputs(birth);
 }
 
 // --- is it bad again, and what with? ---
@@ -415,12 +411,9 @@ constexpr Experiment kReproducing[] = {
        return evidence.is_eager && !evidence.is_bad_again;
      },
      nullptr, run_compiled},
-    // Unwritten memory may explain births off the dispatcher, with inputs of unknown writers, or
-    // from finite values that were too large.
     {[](const RerunPasses&, const Evidence& evidence) { return evidence.is_bad_again; },
      [](const RerunPasses&, const Evidence& evidence) {
-       return has_birth_of(evidence, {BirthKind::opaque, BirthKind::kernel}) ||
-              has_birth_of_large_values(evidence);
+       return is_any_birth(evidence, may_be_of_memory);
      },
      run_with_constant_memory},
     {[](const RerunPasses&, const Evidence& evidence) {

@@ -131,6 +131,29 @@ TEST(Narrative, AJobThatGoesOnWakesNobody) {
   EXPECT_THAT(told.rows, Not(Contains(Key("checkpoint"))));
 }
 
+TEST(Narrative, OperandsHaveTheNamesOfTheLineWhoseverTheOperatorIs) {
+  Verdict verdict = division_by_zero();
+  for (const char* const op : {"aten::special_divide_.out", "my_library::divide_.out"}) {
+    verdict.origins.front().op = op;
+    verdict.origins.front().code->expression->call = "divide";
+    EXPECT_THAT(narrative_of(verdict).details,
+                Contains(Pair("here", "t is -0.0228, denominator is 0 at element [0, 0]")));
+  }
+}
+
+TEST(Narrative, ACheckpointThatIsBadIsNotWhatTheRunIsStartedFromAgain) {
+  Verdict verdict = division_by_zero();
+  verdict.iteration = 1;
+  verdict.origins.front().iteration = 1;
+  verdict.launch->checkpoints = {
+      {.step = 1, .name = "iter_0000001", .is_finite = false, .found = "w holds NaN"}};
+  verdict.decision = decide(verdict);
+  const Narrative told = narrative_of(verdict);
+  EXPECT_EQ(told.load, "nothing now");
+  EXPECT_THAT(told.rows, Contains(Pair("checkpoint", HasSubstr("holds no other; the model author "
+                                                               "decides: "))));
+}
+
 TEST(Narrative, ThePlanIsNamedWhereThereIsSomethingToDo) {
   Verdict verdict = division_by_zero();
   const std::string folder = "/a folder/" + std::string(120, 'x') + "/a0";
