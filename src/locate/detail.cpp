@@ -112,9 +112,10 @@ Detail of_operator(const Birth& birth) {
   if (name == "std" || name == "var" || name == "std_mean" || name == "var_mean") {
     return is_of_too_few(birth) ? Detail::too_few_elements : Detail::none;
   }
-  if (name == "mean" && !birth.operands.empty() && is_empty(birth.operands.front())) {
-    return Detail::mean_of_nothing;
-  }
+  if (name == "_linalg_slogdet" && birth.kind == BirthKind::inf) return Detail::log_of_zero;
+  // A mean, or a loss that ends in one.
+  const bool is_of_nothing = !birth.operands.empty() && is_empty(birth.operands.front());
+  if (is_of_nothing && birth.kind == BirthKind::nan) return Detail::mean_of_nothing;
   return Detail::none;
 }
 

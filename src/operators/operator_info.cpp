@@ -35,9 +35,13 @@ constexpr auto kFillers = std::to_array<std::string_view>(
      "aten::new_full", "aten::fill", "aten::zero", "aten::_efficientzerotensor",
      "aten::_foreach_zero_"});
 
-/// Composites that call kernels off the dispatcher, too (mkldnn_convolution_transpose in
-/// aten/src/ATen/native/Convolution.cpp).
-constexpr auto kComputing = std::to_array<std::string_view>({"aten::_convolution"});
+/// Composites that are operators of their own: one calls kernels off the dispatcher, too
+/// (mkldnn_convolution_transpose in aten/src/ATen/native/Convolution.cpp), one computes in the memory
+/// of its result (native/ReduceOps.cpp).
+constexpr auto kComputing = std::to_array<std::string_view>({"aten::_convolution", "aten::logsumexp"});
+
+constexpr auto kReductions = std::to_array<std::string_view>(
+    {"aten::sum", "aten::mean", "aten::prod", "aten::amax", "aten::amin"});
 
 /// Their results are elements of their inputs.
 constexpr auto kMovers = std::to_array<std::string_view>({"aten::copy_",
@@ -141,6 +145,7 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
   info->is_filler = is_one_of(name, kFillers);
   info->is_fill = name == "aten::fill_";
   info->is_pointwise = handle.hasTag(at::Tag::pointwise);
+  info->is_arithmetic = info->is_pointwise || is_one_of(name, kReductions);
   info->is_custom =
       !name.starts_with("aten::") && !name.starts_with("prims::") && !info->collective;
   info->is_copy = name == "aten::copy_";

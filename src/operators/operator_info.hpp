@@ -45,6 +45,7 @@ struct OperatorInfo {
   bool is_copy = false;
   bool is_fill = false;
   bool is_pointwise = false;
+  bool is_arithmetic = false;  // kernels of other operators compute with it: pointwise, a sum
   bool is_custom = false;  // defined by a library or the user, not by PyTorch
   bool is_lift_fresh = false;
   bool moves_values = false;  // its results are elements of its inputs

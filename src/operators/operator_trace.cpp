@@ -284,6 +284,7 @@ void OperatorTrace::begin_pass() {
     trace.forward_calls.clear();
     trace.bad_calls.clear();
     trace.functions.clear();
+    trace.arithmetic.clear();
     trace.custom_nodes.clear();
     trace.roots_of_backward.clear();
     trace.sent_in_forward.clear();

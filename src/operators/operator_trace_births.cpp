@@ -799,6 +799,48 @@ BirthIds OperatorTrace::Impl::origins_of_numbers(ThreadFrames& frames) {
   return ids;
 }
 
+BirthIds OperatorTrace::Impl::arithmetic_of(const Frame& frame,
+                                            const std::vector<const TensorAt*>& outputs) {
+  BirthIds own;
+  if (frame.info->is_custom || frame.info->is_composite) return own;
+  const std::lock_guard lock(mutex);
+  for (const TensorAt* output : outputs) unite(own, lineage.births_in(output->values));
+  std::erase_if(own, [&](BirthId id) {
+    const auto found = arithmetic.find(id);
+    return found == arithmetic.end() || found->second < frame.start;
+  });
+  return own;
+}
+
+void OperatorTrace::Impl::see_whole(BirthId id, const at::RecordFunction& call, Frame& frame,
+                                    ThreadFrames& frames, const TensorAt& output) {
+  TracedBirth whole;
+  {
+    const std::lock_guard lock(mutex);
+    whole.birth = births[static_cast<std::size_t>(id)].birth;
+  }
+  keep_call(whole, call, frame);
+  Birth& birth = whole.birth;
+  birth.sighting.op = frame.info->full_name;
+  birth.sighting.role = role_of("output", output);
+  describe(birth.sighting, output.values);
+  birth.extent = extent_of(output.values, birth.sighting.stats.nonfinite());
+  birth.inside = around(locate_frames(frames), frames);
+  birth.operands.clear();
+  if (frame.has_arguments) {
+    describe_operands(birth, frame, whole.call ? whole.call->arguments : frame.arguments,
+                      whole.call ? std::vector<BeforeWrite>() : frame.before_write,
+                      output.values.sizes().vec());
+  }
+  const std::lock_guard lock(mutex);
+  births[static_cast<std::size_t>(id)] = std::move(whole);
+  if (frame.info->is_arithmetic) {
+    arithmetic[id] = frame.start;
+  } else {
+    arithmetic.erase(id);
+  }
+}
+
 void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Frame& frame,
                                               ThreadFrames& frames, std::vector<TensorAt> outputs) {
   const OperatorInfo& info = *frame.info;
@@ -914,14 +956,22 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
   // Rule c: a NaN input explains any bad output; an Inf input explains all but NaN.
   const bool is_received = inputs.tensors != Content::finite && inputs.tensors >= made;
   if (is_explained_in_part) {
+    const BirthIds own = arithmetic_of(frame, explained);
     // A kernel that first copies one input (addmm's bias) may be bad from the others, too.
-    if (!is_received) return;
+    if (!is_received) {
+      const bool is_given_finite =
+          inputs.tensors == Content::finite && inputs.literals == Content::finite;
+      if (!is_given_finite || own.empty()) return;
+      see_whole(own.front(), call, frame, frames, *shown);
+      return pass_on({own.front()});
+    }
     BirthIds all = made == Content::nan ? inputs.with_nan : inputs.with_any;
     for (const TensorAt* output : explained) {
       const std::lock_guard lock(mutex);
       BirthIds inside = lineage.births_in(output->values);
       // A number that changes nothing: a second clamp of NaN by NaN.
       if (made == Content::nan) inside = without_literals(std::move(inside));
+      std::erase_if(inside, [&](BirthId id) { return std::ranges::count(own, id) > 0; });
       unite(all, inside);
     }
     return pass_on(all);
@@ -1025,9 +1075,10 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
     }
   }
   const BirthId id = add_birth(std::move(traced));
-  if (function) {
+  {
     const std::lock_guard lock(mutex);
-    functions.emplace(id, *function);
+    if (function) functions.emplace(id, *function);
+    if (info.is_arithmetic) arithmetic.emplace(id, frame.start);
   }
   if (location.evaluate_frame != nullptr) location.evaluate_frame->hooks.push_back(id);
   pass_on({id});

@@ -130,6 +130,13 @@ struct OperatorTrace::Impl {
   // ---- births.cpp
   void explain_bad_outputs(const at::RecordFunction& call, Frame& frame, ThreadFrames& frames,
                            std::vector<TensorAt> outputs);
+  /// The births in `outputs` that the operator's own kernel has made by the arithmetic of others.
+  [[nodiscard]] BirthIds arithmetic_of(const Frame& frame,
+                                       const std::vector<const TensorAt*>& outputs);
+  /// Makes the birth one of the frame's operator, which its kernel made by arithmetic of others: a
+  /// loss whose kernel divides by the number of elements.
+  void see_whole(BirthId id, const at::RecordFunction& call, Frame& frame, ThreadFrames& frames,
+                 const TensorAt& output);
   /// The births of the bad values in `values`; a new root's if none are known.
   BirthIds origins_of(const at::Tensor& values, ThreadFrames& frames, const std::string& reader);
   /// The births of bad one-element tensors among the arguments of the surrounding operators.
@@ -223,6 +230,8 @@ struct OperatorTrace::Impl {
   std::map<std::pair<std::uint64_t, std::int64_t>, BirthIds> bad_calls;
   /// Of births in derivatives: that in the forward call which they are the derivative of.
   std::unordered_map<BirthId, BirthId> functions;
+  /// Births in arithmetic that kernels of other operators may have done: when that call began.
+  std::unordered_map<BirthId, std::uint64_t> arithmetic;
   BirthIds roots_of_backward;  // births that made the roots of a backward pass (the losses) bad
   std::vector<CustomNode> custom_nodes;
   std::vector<TracedBirth> births;

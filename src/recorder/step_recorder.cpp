@@ -19,6 +19,20 @@ namespace {
 thread_local StepRecorder::Impl* recorder_of_this_thread = nullptr;
 thread_local int depth = 0;  // number of running frames that this thread's recorder has seen begin
 
+/// True for an operator of torch.func's transforms: what they call on plain tensors is recorded.
+bool is_transformed(const at::RecordFunction& call) {
+  constexpr c10::DispatchKeySet kWrappers({c10::DispatchKey::FuncTorchBatched,
+                                           c10::DispatchKey::FuncTorchGradWrapper,
+                                           c10::DispatchKey::Functionalize});
+  bool is_wrapped = false;
+  for (const c10::IValue& input : call.inputs()) {
+    for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
+      is_wrapped = is_wrapped || (tensor.defined() && tensor.key_set().has_any(kWrappers));
+    });
+  }
+  return is_wrapped;
+}
+
 /// Frames without a schema are ignored, except the program's functions, which are calls.
 std::unique_ptr<at::ObserverContext> when_begun(const at::RecordFunction& call) {
   auto* const recorder = recorder_of_this_thread;
@@ -26,6 +40,11 @@ std::unique_ptr<at::ObserverContext> when_begun(const at::RecordFunction& call) 
     const auto* info = operator_info(call);
     const bool is_outermost = recorder != nullptr && !recorder->is_abandoned && depth == 0;
     std::unique_ptr<at::ObserverContext> context;
+    if (is_outermost && info != nullptr && is_transformed(call)) {
+      auto transformed = std::make_unique<StepRecorder::Impl::Context>();
+      transformed->is_transformed = true;
+      return transformed;
+    }
     if (is_outermost && info != nullptr) context = recorder->start(call, *info);
     if (is_outermost && info == nullptr) context = recorder->start_function(call);
     if (info != nullptr || context != nullptr) ++depth;
@@ -38,11 +57,12 @@ std::unique_ptr<at::ObserverContext> when_begun(const at::RecordFunction& call) 
 
 void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
   if (context == nullptr && !call.operator_name()) return;
+  auto* const begun = static_cast<StepRecorder::Impl::Context*>(context);
+  if (begun != nullptr && begun->is_transformed) return;
   if (--depth > 0 || context == nullptr || recorder_of_this_thread == nullptr) return;
-  auto& begun = static_cast<StepRecorder::Impl::Context&>(*context);
-  if (begun.info == nullptr) return;
+  if (begun->info == nullptr) return;
   try {
-    recorder_of_this_thread->finish(call, begun);
+    recorder_of_this_thread->finish(call, *begun);
   } catch (const std::exception& error) {
     recorder_of_this_thread->standing_problem =
         std::string(call.name()) + " could not be recorded: " + first_line(error);

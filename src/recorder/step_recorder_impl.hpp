@@ -56,6 +56,7 @@ struct StepRecorder::Impl {
     std::vector<c10::IValue> arguments;
     std::vector<std::uint32_t> versions;  // of the tensors, in order
     GeneratorStates generators;
+    bool is_transformed = false;  // nothing is noted: what it calls is outermost
     bool draws = false;
     bool is_kept = true;           // false: only what it wrote is noted
     std::vector<at::Tensor> sent;  // of an exchange in place: the data before it

@@ -15,12 +15,6 @@
 namespace nanlocator::inline recorder_room {
 namespace {
 
-bool is_wrapped_by_a_transform(const at::Tensor& tensor) {
-  return tensor.key_set().has_any(c10::DispatchKeySet({c10::DispatchKey::FuncTorchBatched,
-                                                       c10::DispatchKey::FuncTorchGradWrapper,
-                                                       c10::DispatchKey::Functionalize}));
-}
-
 GeneratorStates generator_states(const std::vector<c10::IValue>& arguments) {
   std::vector<at::Device> devices = {at::Device(at::kCPU)};
   for (const auto& argument : arguments) {
@@ -60,8 +54,6 @@ void note_obstacle(RecordedEvent::Data& data, const at::Tensor& tensor) {
   if (tensor.requires_grad() && !tensor.is_leaf()) {
     data.problem = "a tensor of " + tensor.grad_fn()->name() +
                    " is used that was computed where nobody watched";
-  } else if (is_wrapped_by_a_transform(tensor)) {
-    data.problem = "a transform of torch.func runs outside of modules";
   }
 }
 

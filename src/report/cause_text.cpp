@@ -298,11 +298,10 @@ std::string zero_of(const Origin& origin) {
     case Detail::zero_over_zero:
       return "the divisor zero";
     case Detail::log_of_zero:
-      return "the argument zero";
+      return function_of(origin.op) == "_linalg_slogdet" ? "the determinant zero"
+                                                         : "the argument zero";
     case Detail::power_of_zero:
       return "the base zero";
-    case Detail::mean_of_nothing:
-      return "the tensor empty";
     default:
       return "it zero";
   }
@@ -780,6 +779,11 @@ std::vector<std::string> steps_text(const Origin& origin) {
               : "clamp it to a small positive number only where rounding may bring it to zero or "
                 "just below: at exactly zero the slope is infinite"};
     case Action::find_source_of_zero:
+      if (origin.detail == Detail::mean_of_nothing) {
+        return {"find what left no element for " + operation,
+                "where that is legal (an image without objects, a mask that selects nothing), leave "
+                "this term out, or divide the sum by max(count, 1)"};
+      }
       return {"find what made " + zero_of(origin) + with_operands(origin),
               "if a zero may occur there, replace it before " + operation +
                   " (torch.where after it still gives NaN in backward); if it may not, do not "

@@ -596,7 +596,9 @@ std::string values_here_of(const Origin& origin) {
     return "every element of its row is -Inf, first at " +
            describe_shape(origin.tensor->first_bad_index);
   }
-  if (origin.detail == Detail::too_few_elements) return elements_given_to(origin);
+  if (origin.detail == Detail::too_few_elements || origin.detail == Detail::mean_of_nothing) {
+    return elements_given_to(origin);
+  }
   const std::string named = named_values_of(origin);
   const std::string call = named.empty() ? first_bad_call_of(origin) : named;
   if (call.empty() || !origin.tensor || origin.tensor->first_bad_index.empty()) return call;

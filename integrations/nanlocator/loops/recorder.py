@@ -214,7 +214,7 @@ class StepRecorder:
         self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
     ) -> Any:
         """A module's call with other tensors in place of its parameters: these are its arguments."""
-        if not self.is_outside():
+        if not self.is_outside() or _is_in_transform():
             return original(module, *args, **kwargs)
         return self.call_module(original, module, args, kwargs, is_functional=True)
 
@@ -259,6 +259,8 @@ class StepRecorder:
     ) -> Any:
         self._broken = None
         trains = self.trains(module)
+        if _is_in_transform():
+            return self._call_by_operators(original, module, args, kwargs)
         if self.evaluation is not None and trains:
             self._engine.take_read()
             with self.suspended():
@@ -370,6 +372,9 @@ class StepRecorder:
 
     def run_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Autograd's entry: a backward, or ``torch.autograd.grad``."""
+        if _is_in_transform():
+            self._has_asked = True
+            return original(*args, **kwargs)
         if kwargs.get("accumulate_grad", False):
             return self.record_backward(original, args, kwargs)
         given = _C.tensors_in((args, kwargs))
@@ -654,6 +659,11 @@ class StepRecorder:
         changed = [text for each in payloads if isinstance(each, _Call) for text in each.kept.changed(None)]
         changed += [text for each in payloads if isinstance(each, _Call) for text in each.overwritten()]
         return changed + ([self.problem] if self.problem else [])
+
+
+def _is_in_transform() -> bool:
+    """Whether a transform of torch.func runs: it is recorded by its operators on plain tensors."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _stop_in_child() -> None:
