@@ -8,6 +8,7 @@
 
 #include "bindings.hpp"
 #include "nanlocator/operators/earlier_write.hpp"
+#include "nanlocator/recorder/refused_inputs.hpp"
 #include "nanlocator/recorder/step_recorder.hpp"
 #include "tensor/steady_copy.hpp"
 
@@ -19,6 +20,12 @@ namespace {
 
 using Event = std::shared_ptr<RecordedEvent>;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+/// Python's context manager.
+struct Refused {
+  std::optional<RefusedInputs> now;
+  std::vector<at::Tensor> tensors;
+};
 
 /// Python classes have no const.
 Event exposed(std::shared_ptr<const RecordedEvent> event) {
@@ -110,6 +117,7 @@ void bind_recorder(py::module_& m) {
           },
           "path"_a)
       .def("value_of", &StepRecorder::value_of, "tensor"_a)
+      .def("refused", &StepRecorder::refused)
       .def(
           "note_received",
           [](StepRecorder& r, const std::vector<at::Tensor>& tensors) { r.note_received(tensors); },
@@ -151,6 +159,14 @@ void bind_recorder(py::module_& m) {
              return events;
            })
       .def("size", &StepRecorder::size);
+  py::class_<Refused>(m, "RefusedInputs")
+      .def(py::init<>())
+      .def_readonly("tensors", &Refused::tensors)
+      .def("__enter__", [](Refused& refused) { refused.now.emplace(); })
+      .def("__exit__", [](Refused& refused, const py::args&) {
+        refused.tensors = refused.now->tensors();
+        refused.now.reset();
+      });
   py::class_<StepReplay>(m, "StepReplay")
       .def(py::init([](const std::vector<Event>& events) {
              return std::make_unique<StepReplay>(

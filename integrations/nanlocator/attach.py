@@ -4,10 +4,9 @@
     NANLOCATOR=1 torchrun --nproc-per-node 8 train.py ARGS...
 
 It notes optimizers when they are constructed. At the first call of a module that has their parameters, the
-first backward that reaches one of them, or the end of their first update, it watches them and the modules
-that hold those parameters. For
-Megatron and DeepSpeed it installs their own integrations instead, and it does nothing if the script itself
-sets up ``LocatingOptimizer``, ``watch`` or the Trainer's callback.
+first backward that reaches one of them, or their first update, it watches them and the modules that hold
+those parameters. For Megatron and DeepSpeed it installs their own integrations instead, and it does nothing
+if the script itself sets up ``LocatingOptimizer``, ``watch`` or the Trainer's callback.
 """
 
 import atexit
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nanlocator import _C, deepspeed_scripts
 from nanlocator.calls.modules import class_name, named_by_class
@@ -72,6 +70,7 @@ class Attachment:
             self._optimizers.add(optimizer)
             self._has_seen_optimizer = True
             self._wait_for_call()
+            self._wait_for_step(weakref.ref(optimizer))
 
         self._patches.wrap(points.OPTIMIZER_INIT, init)
 
@@ -114,15 +113,25 @@ class Attachment:
                 return getattr(point.find_owner(), point.attribute)(module, *args, **kwargs)
             return original(module, *args, **kwargs)
 
-        def updated(optimizer: Optimizer, *_: Any) -> None:
-            if self._is_waiting and optimizer in self._optimizers and _has_gradients(optimizer):
-                self._attach()
-
         self._waiting.wrap(points.MODULE_CALL, around)
         self._waiting.wrap(points.FUNCTIONAL_CALL, functional)
-        self._waiting.on_removal(register_optimizer_step_post_hook(updated).remove)
         self._waiting.wrap(points.RUN_BACKWARD, backward)
         follow_steps(self._waiting, step)
+
+    def _wait_for_step(self, optimizer: "weakref.ref[Optimizer]") -> None:
+        """Waits for the optimizer's first update: its closure may hold all that is trained, and the gradients
+        may be the program's own."""
+
+        def step(original: Any, *args: Any, **kwargs: Any) -> Any:
+            stepping = optimizer()
+            is_training = stepping is not None and (bool(args or kwargs) or _has_gradients(stepping))
+            if self._is_waiting and is_training and stepping in self._own_optimizers() and self._attach():
+                if _has_gradients(stepping) and self.watch is not None:
+                    self.watch.take_earlier_gradients()
+                return stepping.step(*args, **kwargs)  # the watch has wrapped it now
+            return original(*args, **kwargs)
+
+        self._waiting.wrap(points.OPTIMIZER_STEP, step, of=optimizer())
 
     def _attach_to(self, module: nn.Module) -> bool:
         """Returns whether the module is watched from now on."""

@@ -113,6 +113,8 @@ Detail of_operator(const Birth& birth) {
     return is_of_too_few(birth) ? Detail::too_few_elements : Detail::none;
   }
   if (name == "_linalg_slogdet" && birth.kind == BirthKind::inf) return Detail::log_of_zero;
+  // The norm of a row of zeros, without an epsilon.
+  if (name == "_fused_rms_norm" || name == "_weight_norm_interface") return Detail::zero_over_zero;
   // A mean, or a loss that ends in one.
   const bool is_of_nothing = !birth.operands.empty() && is_empty(birth.operands.front());
   if (is_of_nothing && birth.kind == BirthKind::nan) return Detail::mean_of_nothing;

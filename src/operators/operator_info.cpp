@@ -36,9 +36,10 @@ constexpr auto kFillers = std::to_array<std::string_view>(
      "aten::_foreach_zero_"});
 
 /// Composites that are operators of their own: one calls kernels off the dispatcher, too
-/// (mkldnn_convolution_transpose in aten/src/ATen/native/Convolution.cpp), one computes in the memory
-/// of its result (native/ReduceOps.cpp).
-constexpr auto kComputing = std::to_array<std::string_view>({"aten::_convolution", "aten::logsumexp"});
+/// (mkldnn_convolution_transpose in aten/src/ATen/native/Convolution.cpp), one computes in the
+/// memory of its result (native/ReduceOps.cpp).
+constexpr auto kComputing =
+    std::to_array<std::string_view>({"aten::_convolution", "aten::logsumexp"});
 
 constexpr auto kReductions = std::to_array<std::string_view>(
     {"aten::sum", "aten::mean", "aten::prod", "aten::amax", "aten::amin"});
@@ -211,6 +212,13 @@ static bool is_idle_statistic(const OperatorInfo& info, c10::ArrayRef<c10::IValu
 bool is_only_updated(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments,
                      std::size_t i) {
   return info.updates_statistics && is_idle_statistic(info, arguments, i);
+}
+
+bool is_source(const OperatorInfo& info, std::size_t i) {
+  const std::string& name = info.argument_names[i];
+  const bool selects =
+      name == "index" || name == "indices" || name == "mask" || name == "condition";
+  return info.arguments[i] != ArgumentUse::overwritten && !selects;
 }
 
 bool is_read(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments, std::size_t i) {

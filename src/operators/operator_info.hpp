@@ -46,7 +46,7 @@ struct OperatorInfo {
   bool is_fill = false;
   bool is_pointwise = false;
   bool is_arithmetic = false;  // kernels of other operators compute with it: pointwise, a sum
-  bool is_custom = false;  // defined by a library or the user, not by PyTorch
+  bool is_custom = false;      // defined by a library or the user, not by PyTorch
   bool is_lift_fresh = false;
   bool moves_values = false;  // its results are elements of its inputs
   bool tells_host = false;    // returns a number to the program: item
@@ -72,6 +72,10 @@ struct OperatorInfo {
 /// norm in training.
 [[nodiscard]] bool is_read(const OperatorInfo& info, c10::ArrayRef<c10::IValue> arguments,
                            std::size_t i);
+
+/// True if an operator that moves values takes elements from argument `i`, which is neither an
+/// index nor a mask.
+[[nodiscard]] bool is_source(const OperatorInfo& info, std::size_t i);
 
 /// True if argument `i` is a running statistic that the call updates, while its results do not
 /// depend on it: batch norm in training.

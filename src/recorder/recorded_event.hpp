@@ -44,6 +44,7 @@ struct Region {
             tensor.scalar_type()};
   }
   [[nodiscard]] at::Tensor of(const c10::Storage& storage) const;
+  bool operator==(const Region&) const = default;
   /// Of the storage, up to its end.
   [[nodiscard]] std::size_t bytes() const {
     return at::detail::computeStorageNbytes(sizes, strides, c10::elementSize(dtype),

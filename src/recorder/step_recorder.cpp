@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <exception>
 #include <unordered_set>
 
 #include "nanlocator/error.hpp"
@@ -20,12 +21,12 @@ thread_local StepRecorder::Impl* recorder_of_this_thread = nullptr;
 thread_local int depth = 0;  // number of running frames that this thread's recorder has seen begin
 
 /// True for an operator of torch.func's transforms: what they call on plain tensors is recorded.
-bool is_transformed(const at::RecordFunction& call) {
+bool is_transformed(const at::RecordFunction& call, const OperatorInfo& info) {
   constexpr c10::DispatchKeySet kWrappers({c10::DispatchKey::FuncTorchBatched,
                                            c10::DispatchKey::FuncTorchGradWrapper,
                                            c10::DispatchKey::Functionalize});
   bool is_wrapped = false;
-  for (const c10::IValue& input : call.inputs()) {
+  for (const c10::IValue& input : last_values(call.inputs(), info.arguments.size())) {
     for_each_tensor_at(input, [&](const at::Tensor& tensor, int) {
       is_wrapped = is_wrapped || (tensor.defined() && tensor.key_set().has_any(kWrappers));
     });
@@ -40,7 +41,7 @@ std::unique_ptr<at::ObserverContext> when_begun(const at::RecordFunction& call) 
     const auto* info = operator_info(call);
     const bool is_outermost = recorder != nullptr && !recorder->is_abandoned && depth == 0;
     std::unique_ptr<at::ObserverContext> context;
-    if (is_outermost && info != nullptr && is_transformed(call)) {
+    if (is_outermost && info != nullptr && is_transformed(call, *info)) {
       auto transformed = std::make_unique<StepRecorder::Impl::Context>();
       transformed->is_transformed = true;
       return transformed;
@@ -61,6 +62,7 @@ void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
   if (begun != nullptr && begun->is_transformed) return;
   if (--depth > 0 || context == nullptr || recorder_of_this_thread == nullptr) return;
   if (begun->info == nullptr) return;
+  if (std::uncaught_exceptions() > 0) return recorder_of_this_thread->note_refused(*begun);
   try {
     recorder_of_this_thread->finish(call, *begun);
   } catch (const std::exception& error) {
@@ -83,7 +85,17 @@ StepRecorder::Impl::Known* StepRecorder::Impl::find(const at::Tensor& tensor) {
   if (!tensor.defined()) return nullptr;
   if (!functions.empty() && !known.contains(tensor.unsafeGetTensorImpl())) find_maker(tensor);
   const auto found = known.find(tensor.unsafeGetTensorImpl());
-  return found == known.end() ? nullptr : &found->second;
+  return found == known.end() ? find_alias(tensor) : &found->second;
+}
+
+StepRecorder::Impl::Known* StepRecorder::Impl::find_alias(const at::Tensor& tensor) {
+  const OwnMemory* const own = tensor.requires_grad() ? nullptr : memory_of(tensor);
+  if (own == nullptr || !has_memory(tensor) || !(own->region == Region::of(tensor))) return nullptr;
+  Known alias{.tensor = WeakTensor(tensor.getIntrusivePtr()),
+              .event = own->maker,
+              .index = own->index,
+              .is_detached = true};
+  return &known.insert_or_assign(tensor.unsafeGetTensorImpl(), std::move(alias)).first->second;
 }
 
 void StepRecorder::Impl::find_maker(const at::Tensor& tensor) {
@@ -120,13 +132,20 @@ void StepRecorder::Impl::depend_on(RecordedEvent::Data& data, const RecordedValu
 
 void StepRecorder::Impl::made(const std::shared_ptr<RecordedEvent>& event, const at::Tensor& tensor,
                               int index, bool may_be_written) {
-  known.insert_or_assign(tensor.unsafeGetTensorImpl(), Known{WeakTensor(tensor.getIntrusivePtr()),
-                                                             event, index, tensor.requires_grad()});
+  known.insert_or_assign(tensor.unsafeGetTensorImpl(),
+                         Known{.tensor = WeakTensor(tensor.getIntrusivePtr()),
+                               .event = event,
+                               .index = index,
+                               .required_grad = tensor.requires_grad()});
   if (!may_be_written || !tensor.has_storage() || memory_of(tensor) != nullptr) return;
   const auto& storage = tensor.storage();
-  memory.insert_or_assign(
-      storage.unsafeGetStorageImpl(),
-      OwnMemory{WeakStorage(storage.getWeakStorageImpl()), {}, version_of(tensor)});
+  memory.insert_or_assign(storage.unsafeGetStorageImpl(),
+                          OwnMemory{.storage = WeakStorage(storage.getWeakStorageImpl()),
+                                    .writers = {},
+                                    .version = version_of(tensor),
+                                    .maker = event,
+                                    .index = index,
+                                    .region = Region::of(tensor)});
 }
 
 void StepRecorder::Impl::wrote(const std::shared_ptr<const RecordedEvent>& event,
@@ -157,6 +176,7 @@ void StepRecorder::Impl::clear() {
   parameters.begin_step();
   roots.clear();
   read.clear();
+  refused.clear();
   unrepeated.clear();
   arriving.clear();
   exchanges.clear();
@@ -166,10 +186,18 @@ void StepRecorder::Impl::clear() {
   without_gradient = 0;
 }
 
+/// The tensors whose elements an operator has moved: of cat, more than one.
+static std::size_t number_of_sources(const RecordedEvent::Data& mover) {
+  return static_cast<std::size_t>(std::ranges::count_if(
+      mover.tensors,
+      [&](const RecordedInput& each) { return is_source(*mover.info, each.argument); }));
+}
+
 std::optional<EarlierWrite> StepRecorder::Impl::write_of(const RecordedEvent& event) const {
   const RecordedEvent* maker = &event;
   while (maker->data().info != nullptr && maker->data().info->moves_values) {
     if (maker->data().inputs.empty()) return std::nullopt;  // data
+    if (number_of_sources(maker->data()) > 1) break;        // which of them is bad is not known
     maker = maker->data().inputs.front().event.get();
   }
   const RecordedEvent::Data& data = maker->data();
@@ -319,6 +347,10 @@ std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
   const auto* found = impl_->find(tensor);
   if (found == nullptr) return std::nullopt;
   return Impl::name_of(*found, tensor);
+}
+
+const std::vector<at::Tensor>& StepRecorder::refused() const noexcept {
+  return impl_->refused;
 }
 
 void StepRecorder::note_received(std::span<const at::Tensor> tensors) {

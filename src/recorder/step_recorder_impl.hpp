@@ -43,12 +43,16 @@ struct StepRecorder::Impl {
     std::shared_ptr<const RecordedEvent> event;
     int index = 0;
     bool required_grad = false;
+    bool is_detached = false;  // another tensor of the same memory, without its gradient: `.data`
   };
   /// Memory that an event has made. An operator that writes there writes again in the replay.
   struct OwnMemory {
     WeakStorage storage;
     RecordedEvents writers;
     std::uint32_t version = 0;  // after the last write
+    std::shared_ptr<const RecordedEvent> maker;
+    int index = 0;  // among the maker's results
+    Region region;  // of that result
   };
 
   struct Context final : at::ObserverContext {
@@ -99,6 +103,7 @@ struct StepRecorder::Impl {
   RecordedEvents hooks;  // on gradients of this step's values
   std::unordered_multimap<const c10::StorageImpl*, Arriving> arriving;
   std::vector<at::Tensor> read;  // by the program, before a backward
+  std::vector<at::Tensor> refused;
   bool has_reduced_gradients = false;
   int backwards = 0;
   std::size_t without_gradient = 0;  // operators outside of autograd
@@ -108,11 +113,15 @@ struct StepRecorder::Impl {
   // --- values
 
   Known* find(const at::Tensor& tensor);
+  /// Registers another tensor of what an event has made, which is no operator's result.
+  Known* find_alias(const at::Tensor& tensor);
   /// Registers an output of a custom function on its first use, by the node that made it.
   void find_maker(const at::Tensor& tensor);
   [[nodiscard]] static RecordedValue name_of(const Known& known, const at::Tensor& tensor) {
-    return {known.event, known.index,
-            !known.required_grad && tensor.is_leaf() && tensor.requires_grad()};
+    return {.event = known.event,
+            .index = known.index,
+            .became_leaf = !known.required_grad && tensor.is_leaf() && tensor.requires_grad(),
+            .is_detached = known.is_detached};
   }
   /// Null: no event has made it.
   OwnMemory* memory_of(const at::Tensor& tensor);
@@ -159,6 +168,8 @@ struct StepRecorder::Impl {
   void finish(const at::RecordFunction& call, Context& context);
   std::unique_ptr<Context> start_function(const at::RecordFunction& call);
   void note_read(const at::RecordFunction& call);
+  /// An operator has ended by an error.
+  void note_refused(const Context& context);
   void note_unkept(const at::RecordFunction& call, const Context& context);
   /// True for an operator that only moves values that no operator of the program made, as those of
   /// a loaded checkpoint.

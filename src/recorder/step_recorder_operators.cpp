@@ -61,6 +61,7 @@ void note_obstacle(RecordedEvent::Data& data, const at::Tensor& tensor) {
 
 std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
     const at::RecordFunction& call, const OperatorInfo& info) {
+  refused.clear();
   if (info.tells_host) note_read(call);
   if (info.is_allocator) return nullptr;
   auto context = std::make_unique<Context>();
@@ -102,6 +103,14 @@ std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
     }
   }
   return context;
+}
+
+void StepRecorder::Impl::note_refused(const Context& context) {
+  for (const auto& argument : context.arguments) {
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      if (tensor.defined()) refused.push_back(tensor);
+    });
+  }
 }
 
 /// The program reads a number: keeps the losses that it was computed from until they are used or
@@ -199,6 +208,11 @@ RecordedInput StepRecorder::Impl::input_of(const at::Tensor& tensor, std::uint32
   } else if (found != nullptr) {
     input.value = name_of(*found, tensor);
   } else {
+    // A part of what the step has made, by something that is no operator: `.data[0]`.
+    const OwnMemory* const own = unrepeated.of(tensor) == nullptr ? memory_of(tensor) : nullptr;
+    if (own != nullptr) {
+      if (auto write = write_of(*own->maker)) unrepeated.note(tensor, *std::move(write));
+    }
     input.kept = tensor;
   }
   return input;

@@ -49,6 +49,7 @@ struct StepReplay::Impl {
     if (found == values.end()) {
       throw Error("a tensor that this step computes was not computed when it was executed again");
     }
+    if (value.is_detached) return found->second.variable_data();
     if (value.became_leaf && !found->second.requires_grad()) found->second.requires_grad_();
     return found->second;
   }
@@ -73,8 +74,8 @@ struct StepReplay::Impl {
 StepReplay::StepReplay(RecordedEvents events) : impl_(std::make_unique<Impl>()) {
   impl_->events = std::move(events);
   for (const auto& event : impl_->events) {
-    for (const auto& [maker, index, _] : event->data().inputs) {
-      impl_->last_read[{maker.get(), index}] = event->data().number;
+    for (const RecordedValue& value : event->data().inputs) {
+      impl_->last_read[{value.event.get(), value.index}] = event->data().number;
     }
   }
 }
@@ -191,8 +192,9 @@ void StepReplay::execute(const RecordedEvent& operation) {
 
 void StepReplay::leave(const RecordedEvent& event) {
   const auto number = event.data().number;
-  for (const auto& [maker, index, _] : event.data().inputs) {
-    if (impl_->last_read[{maker.get(), index}] <= number) impl_->values.erase({maker.get(), index});
+  for (const RecordedValue& value : event.data().inputs) {
+    const Impl::Key key = {value.event.get(), value.index};
+    if (impl_->last_read[key] <= number) impl_->values.erase(key);
   }
 }
 

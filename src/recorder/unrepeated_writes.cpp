@@ -74,13 +74,17 @@ void UnrepeatedWrites::note(
   } else if (!info.moves_values && !info.is_filler && !draws) {
     write = EarlierWrite{info.full_name, caller()};
   }
-  for (std::size_t i = 0; !write && info.moves_values && i < arguments.size(); ++i) {
-    if (info.arguments[i] != ArgumentUse::read) continue;
+  std::size_t sources = 0;
+  for (std::size_t i = 0; info.moves_values && i < arguments.size(); ++i) {
+    if (!is_source(info, i)) continue;
     for_each_tensor_at(arguments[i], [&](const at::Tensor& tensor, int) {
+      ++sources;
       if (!write) write = maker_of(tensor);
       if (const EarlierWrite* source = of(tensor); source != nullptr && !write) write = *source;
     });
   }
+  // Of cat: which of its sources is bad is not known.
+  if (write && sources > 1) write = EarlierWrite{info.full_name, caller()};
   for (const at::Tensor& tensor : written) {
     if (write) {
       note(tensor, *write);

@@ -180,6 +180,66 @@ def test_a_loop_whose_model_is_only_called_inside_transforms_is_attached_at_its_
     assert "division by zero" in said and "factors = 1 / (norms" in said
 
 
+CLOSURE = """
+import torch
+
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adagrad(net.parameters())
+for step in range(1, 4):
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.log(net(torch.ones(3, 4)).square() * (step != BAD)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+"""
+
+
+@pytest.mark.parametrize("bad", [1, 3])
+def test_a_fault_in_a_closure_is_located_in_its_step_also_in_the_first(bad):
+    Path("script.py").write_text(CLOSURE.replace("BAD", str(bad)))
+    done = run("-m", "nanlocator", "script.py")
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 93, done.stderr
+    assert f"step {bad}: LEAVE IT DOWN" in said
+    assert "logarithm of zero" in said and "loss = torch.log" in said
+
+
+EVOLUTION = """
+import torch
+
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+x = torch.randn(8, 4)
+for step in range(1, 4):
+    total = [torch.zeros_like(p) for p in net.parameters()]
+    for trial in range(3):
+        noise = [torch.randn_like(p) for p in net.parameters()]
+        with torch.no_grad():
+            score = torch.func.functional_call(
+                net, {n: p + 0.1 * d for (n, p), d in zip(net.named_parameters(), noise)}, (x,)
+            ).square().mean()
+            score = score / (score * (step != BAD))
+        total = [t + score * d for t, d in zip(total, noise)]
+    for p, t in zip(net.parameters(), total):
+        p.grad = t
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("bad", [1, 3])
+def test_gradients_without_autograd_are_scanned_also_in_the_first_step(bad):
+    Path("script.py").write_text(EVOLUTION.replace("BAD", str(bad)))
+    done = run("-m", "nanlocator", "script.py")
+    said = " ".join(done.stderr.split())
+    assert f"step {bad}:" in said, done.stderr
+    if bad == 1:  # nobody has seen how they were computed
+        assert "it began before nanlocator was attached" in said
+    else:
+        assert "division by zero" in said and "score = score / (score" in said
+
+
 @pytest.mark.parametrize("value", ["", "0", None])
 def test_without_the_variable_nothing_is_imported(value):
     variables = {} if value is None else {"NANLOCATOR": value}

@@ -494,6 +494,50 @@ def test_a_ctc_loss_of_labels_that_repeat_too_often_is_no_overflow():
     assert (origin["operator"], origin["cause"]) == ("aten::_ctc_loss", "operator_undefined")
 
 
+EMPTY = {
+    "mean": lambda y: y.mean(),
+    "smooth_l1_loss": lambda y: F.smooth_l1_loss(y, y.detach() + 1),
+    "huber_loss": lambda y: F.huber_loss(y, y.detach() + 1),
+    "mse_loss": lambda y: F.mse_loss(y, y.detach() + 1),
+    "binary_cross_entropy": lambda y: F.binary_cross_entropy(y.sigmoid(), torch.ones_like(y)),
+}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_mean_of_nothing_is_the_users_operator_and_no_division(name, capfd):
+    class Head(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.square().mean() + EMPTY[name](y[y > 1e3])  # no box is near enough
+
+    model = Head(4, 2)
+    origin = the_origin(verdict_of(model, lambda _: model(torch.ones(3, 4))))
+    assert origin["operator"].split(".")[0] == f"aten::{name}"
+    assert origin["detail"] == "mean_of_nothing"
+    assert "it was given 0 elements" in capfd.readouterr().err
+
+
+ZERO_ROWS = {
+    "_fused_rms_norm": lambda y: F.rms_norm(y, (4,), eps=0.0),
+    "_weight_norm_interface": lambda y: torch._weight_norm(y, torch.ones(3, 1), 0),
+}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", ZERO_ROWS)
+def test_a_norm_of_zeros_divides_by_zero_within_one_operator(name):
+    model = nn.Linear(4, 4)
+    origin = the_origin(verdict_of(model, lambda _: ZERO_ROWS[name](model(torch.ones(3, 4)) * 0).sum()))
+    assert (origin["operator"], origin["detail"]) == (f"aten::{name}", "zero_over_zero")
+
+
+def test_a_determinant_of_zero_is_the_origin_of_its_logarithm():
+    model = nn.Linear(4, 4)
+    origin = the_origin(verdict_of(model, lambda _: torch.logdet(model(torch.eye(4)) * 0)))
+    assert (origin["operator"], origin["detail"]) == ("aten::_linalg_slogdet", "log_of_zero")
+
+
 def test_a_product_of_ordinary_numbers_overflows():
     model = nn.Linear(4, 1)
     origin = the_origin(verdict_of(model, lambda _: (50 + model(torch.zeros(400, 4))).prod()))

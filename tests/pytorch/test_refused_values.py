@@ -150,6 +150,42 @@ def test_an_error_of_another_kind_beside_memory_that_is_nan_on_purpose_is_no_fin
     assert "nanlocator ERROR" not in errors
 
 
+UNNAMED = {
+    "in the model": {"in_model": "torch.linalg.cholesky(hidden.T @ hidden + torch.eye(4))"},
+    "in the loop": {"in_loop": "torch.linalg.cholesky(output.T @ output + torch.eye(4))"},
+}
+
+
+@pytest.mark.parametrize("place", UNNAMED)
+def test_a_nan_in_what_no_variable_holds_is_explained(place):
+    verdict, errors = verdict_of(**UNNAMED[place])
+    assert "is not positive-definite" in errors
+    assert verdict is not None, errors
+    assert the_place(verdict) == LOG
+
+
+@pytest.mark.parametrize("place", ["in_model", "in_loop"])
+def test_a_finite_matrix_that_is_refused_is_no_finding(place):
+    verdict, errors = verdict_of(
+        is_bad=False, **{place: "if torch.is_grad_enabled(): torch.linalg.cholesky(-torch.eye(4) * 2.0)"}
+    )
+    assert "is not positive-definite" in errors
+    assert verdict is None, errors
+    assert "nanlocator ERROR" not in errors
+
+
+def test_an_assertion_that_names_a_nan_without_gradient_is_explained():
+    lines = (
+        "with torch.no_grad():",
+        "    step_size = (0.1 / hidden.abs().amax()).clamp(max=1.0)",
+        "    assert float(step_size) > 0, f'underflow of the step: {step_size}'",
+    )
+    verdict, errors = verdict_of(in_model="\n".join(lines))
+    assert "underflow of the step: nan" in errors
+    assert verdict is not None, errors
+    assert the_place(verdict) == LOG
+
+
 POLE = "torch.autograd.set_detect_anomaly(True)\noutput = torch.sqrt((output * (step != 3)).square().sum())"
 
 

@@ -44,6 +44,7 @@ struct RecordedValue {
   std::shared_ptr<const RecordedEvent> event;
   int index = 0;
   bool became_leaf = false;  // `requires_grad_` has been called on it since
+  bool is_detached = false;  // without its gradient, by something that is no operator: `.data`
 };
 
 /// One event, opaque except for what its executor needs.
@@ -127,6 +128,8 @@ class StepRecorder {
 
   /// The event that made `tensor`; nullopt for a tensor from before or from elsewhere.
   [[nodiscard]] std::optional<RecordedValue> value_of(const at::Tensor& tensor);
+  /// The tensors that the latest operator outside of modules was given, if an error has ended it.
+  [[nodiscard]] const std::vector<at::Tensor>& refused() const noexcept;
 
   /// For the inputs of a call that is about to begin: a copy of each, which will not change, and
   /// one copy if a tensor occurs twice. The tensor itself if it is a weight, if it shares memory

@@ -196,7 +196,7 @@ OPTIMIZER_INIT = _row("torch.optim:Optimizer", "__init__", "attach", "optimizers
 OPTIMIZER_STEP = _row(
     "torch.optim:Optimizer",
     "step",
-    "loops.watch deepspeed.locator transformers.trainer",
+    "attach loops.watch deepspeed.locator transformers.trainer",
     "optimizer steps",
     on_objects=True,
 )

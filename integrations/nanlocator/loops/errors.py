@@ -45,23 +45,37 @@ def may_refuse_values(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, _OTHERS)
 
 
+def is_refusal_by_operator(error: BaseException) -> bool:
+    """Whether an operator of torch refuses values. No variable needs to hold them: ``cholesky(a + b)``."""
+    return (
+        isinstance(error, RuntimeError)
+        and _is_raised_by_torch(error)
+        and _REFUSAL.search(str(error)) is not None
+    )
+
+
 def values_refused_by(
-    error: BaseException, given: list[torch.Tensor], innermost: int = _MOST_FRAMES
+    error: BaseException,
+    given: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    innermost: int = _MOST_FRAMES,
 ) -> list[torch.Tensor]:
     """The tensors among the variables of a function in the traceback that ``error`` may refuse: of the
-    innermost function that has any, among the ``innermost`` ones. Waits for the device.
+    innermost function that has any, among the ``innermost`` ones; otherwise of ``inputs``, which the operator
+    that raised it was given. Waits for the device.
 
     Where torch refuses values, each one with NaN or +Inf counts. A program fills memory with NaN on purpose,
-    so where it raises the error itself, only results that need a gradient and ``given`` count, and +Inf only
-    where the error speaks of it. An error of torch about something else refuses none."""
+    so where it raises the error itself without naming a NaN, only results that need a gradient and ``given``
+    count, and +Inf only where the error speaks of it. An error of torch about something else refuses none."""
     is_torchs = _is_raised_by_torch(error)
     speaks_of_values = isinstance(error, AssertionError) or _REFUSAL.search(str(error)) is not None
     if is_torchs and not speaks_of_values:
         return []
-    inputs = {id(tensor) for tensor in given}
+    names_nan = re.search(r"\bnan\b", str(error), re.IGNORECASE) is not None
+    others = {id(tensor) for tensor in given}
 
     def is_refused(tensor: torch.Tensor) -> bool:
-        if not (is_torchs or tensor.requires_grad or id(tensor) in inputs):
+        if not (is_torchs or names_nan or tensor.requires_grad or id(tensor) in others):
             return False
         return is_bad(tensor) if speaks_of_values else has_nan(tensor)
 
@@ -69,7 +83,7 @@ def values_refused_by(
         tensors = {id(tensor): tensor for tensor in itertools.islice(_tensors_of(frame), _MOST_TENSORS)}
         if refused := [tensor for tensor in tensors.values() if is_refused(tensor)]:
             return refused
-    return []
+    return list(filter(is_bad, inputs)) if is_refusal_by_operator(error) else []
 
 
 def has_nan(tensor: torch.Tensor) -> bool:

@@ -30,7 +30,12 @@ from nanlocator.engine.driver import Named
 from nanlocator.engine.this_rank import is_distributed
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches, weakly
-from nanlocator.loops.errors import frames_of, may_refuse_values, values_refused_by
+from nanlocator.loops.errors import (
+    frames_of,
+    is_refusal_by_operator,
+    may_refuse_values,
+    values_refused_by,
+)
 from nanlocator.loops.evaluation import Evaluation, is_bad
 from nanlocator.loops.plain import PlainAdapter, PlainPass, held_parameters
 from nanlocator.sharding import fsdp2
@@ -109,7 +114,6 @@ class StepRecorder:
         self.losses: list[torch.Tensor] = []  # losses of this step's backwards, detached
         self._broken: _BrokenCall | None = None  # the latest call that an error has ended
         self._survived: list[_BrokenBackward] = []  # those of this step that had written gradients
-        self._has_asked = False  # for gradients as values (torch.autograd.grad) in this step
         self._without_gradient = 0  # calls of modules under `no_grad` that this step has kept
         self.unscaled = WeakIdKeyDictionary()  # a loss scaler's inputs, by its results
         self.set_parameters(parameters)
@@ -178,7 +182,7 @@ class StepRecorder:
         self._by_reference: _ByReference = []  # from the latest `_named`
         self._obstacle = ""
         self._without_gradient = 0
-        self._has_asked = self.has_update = self.has_gradients = self.has_only_broken = False
+        self.has_update = self.has_gradients = self.has_only_broken = False
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -258,9 +262,9 @@ class StepRecorder:
         is_functional: bool = False,
     ) -> Any:
         self._broken = None
-        trains = self.trains(module)
         if _is_in_transform():
             return self._call_by_operators(original, module, args, kwargs)
+        trains = self.trains(module)
         if self.evaluation is not None and trains:
             self._engine.take_read()
             with self.suspended():
@@ -373,7 +377,6 @@ class StepRecorder:
     def run_backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Autograd's entry: a backward, or ``torch.autograd.grad``."""
         if _is_in_transform():
-            self._has_asked = True
             return original(*args, **kwargs)
         if kwargs.get("accumulate_grad", False):
             return self.record_backward(original, args, kwargs)
@@ -383,13 +386,12 @@ class StepRecorder:
             gradients = original(*args, **kwargs)
         self._engine.add_call(call, given, _C.tensors_in(gradients))
         call.losses = self._losses_in(args)
-        self._has_asked = True
         return gradients
 
     def take_assigned(self) -> list[torch.Tensor]:
-        """Parameters to which the program has assigned gradients that it computed in this step from the
-        results of ``torch.autograd.grad``. The assignment then counts as a backward."""
-        values = self._assigned() if self._has_asked else {}
+        """Parameters to which the program has assigned gradients that it computed in this step, for example
+        from the results of ``torch.autograd.grad``. The assignment then counts as a backward."""
+        values = self._assigned()
         if not values:
             return []
         gradients = [p.grad for p in values if p.grad is not None]
@@ -549,13 +551,16 @@ class StepRecorder:
             self.losses.append(tensor.detach())
         return bool(bad)
 
-    def scan_error(self, error: BaseException) -> bool:
+    def scan_error(self, error: BaseException, *, is_alone: bool) -> bool:
         """Scans the values that ``error``, which ended the step before its gradients, may have refused: a NaN
         in the logits of a distribution. Those with NaN or +Inf become losses of this step. Returns whether
-        any exist."""
+        any exist. ``is_alone``: no other ranks exist, so a call may be executed again to see what an operator
+        inside it has refused."""
         broken, own = self._broken_by(error)
         with self.suspended():
-            bad = broken.refused(own) if broken else values_refused_by(own, [])
+            bad = broken.refused(own) if broken else values_refused_by(own, [], self._engine.refused())
+        if broken is not None and not bad and is_alone and is_refusal_by_operator(own):
+            bad = self._refused_again(broken)
         if broken is not None and bad:
             if not broken.is_added:
                 self._engine.add_backward(broken, broken.given)
@@ -563,6 +568,18 @@ class StepRecorder:
             self._engine.add_backward(_Unfinished(self._named(bad)), bad)
         self.losses += [tensor.detach() for tensor in bad]
         return bool(bad)
+
+    def _refused_again(self, broken: "_BrokenCall") -> list[torch.Tensor]:
+        self._engine.add_backward(broken, broken.given)
+        broken.is_added = True
+        others = GeneratorStates()
+        others.save()
+        try:
+            return [tensor for _, tensor in self.run_again() if is_bad(tensor)]
+        except Exception:  # it cannot be executed again
+            return []
+        finally:
+            others.restore()
 
     def take_anomaly(self, error: BaseException) -> bool:
         """Whether autograd's anomaly mode has ended a backward with ``error``, for a NaN. A re-run repeats it
@@ -994,15 +1011,17 @@ class _BrokenCall:
         return (type(error), id(error)) == (self._type, self._id)
 
     def refused(self, error: BaseException) -> list[torch.Tensor]:
-        return values_refused_by(error, self.given, self._depth)
+        return values_refused_by(error, self.given, [], self._depth)
 
     def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         assert isinstance(self._call, _ModuleCall)
         args, kwargs = self._call.arguments(replay)
+        refused = _C.RefusedInputs()
         try:
-            losses += self._call.execute(args, kwargs)
+            with refused:
+                losses += self._call.execute(args, kwargs)
         except self._type as error:
-            losses += values_refused_by(error, tensors_of((args, kwargs)))
+            losses += values_refused_by(error, tensors_of((args, kwargs)), refused.tensors)
         return []
 
 

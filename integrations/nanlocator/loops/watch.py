@@ -154,6 +154,12 @@ class Watch(Locator):
         if not self._driver.is_in_pass:
             self._driver.begin_pass(RecordedPass(self._adapter, self._recorder))
 
+    def take_earlier_gradients(self) -> None:
+        """The step has begun before this watch: its gradients are scanned, and it is not executed again."""
+        self._begin()
+        self._recorder.has_gradients = True
+        self._recorder.give_up("it began before nanlocator was attached")
+
     def before_backward(self, roots: list[torch.Tensor]) -> None:
         left = self._loop.take_left_losses()
         if left and not self._recorder.have_common_calls(left, roots):
@@ -281,7 +287,7 @@ class Watch(Locator):
         if self._recorder.take_anomaly(error):
             self._driver.set_gradient_norm(math.nan)  # what it would have been
             return True
-        return self._recorder.scan_error(error)
+        return self._recorder.scan_error(error, is_alone=self._driver.connection is None)
 
     def _scan_left_step(self, read: list[torch.Tensor]) -> None:
         """The program has read its loss and starts the backward of another one."""

@@ -10,7 +10,9 @@ LATENT, WIDTH, DATA, BATCH, CRITIC_STEPS = 4, 32, 6, 16, 5
 class Generator(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(LATENT, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, DATA))
+        self.body = nn.Sequential(
+            nn.Linear(LATENT, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, DATA)
+        )
 
     def forward(self, z):
         z = z / z.square().mean(1, keepdim=True).sqrt()  # fault: zero_latent

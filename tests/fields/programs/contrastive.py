@@ -1,4 +1,4 @@
-"""Contrastive learning of two views with a learnt temperature and a momentum queue, LARS-like updates by hand."""
+"""Contrastive learning of two views: a learnt temperature, a queue, gradients scaled layer by layer."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,9 @@ BATCH, WIDTH, QUEUE = 16, 8, 64
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, WIDTH, bias=False))
+        self.body = nn.Sequential(
+            nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, WIDTH, bias=False)
+        )
 
     def forward(self, x):
         z = self.body(x)

@@ -25,10 +25,21 @@ def overlap(a, b):
     return inner, area(a) + area(b) - inner
 
 
+def box_of_nearest(anchors, boxes):
+    """For each anchor, the box whose centre is nearest to it of all anchors; -1 for most."""
+    centres, own = (boxes[:, 2:] + boxes[:, :2]) / 2, (anchors[:, 2:] + anchors[:, :2]) / 2
+    distance = torch.cdist(centres, own)
+    nearest = torch.full((len(anchors),), -1)
+    is_inside = distance.amin(1) < 4
+    nearest[distance.argmin(1)[is_inside]] = torch.arange(len(boxes))[is_inside]
+    return nearest
+
+
 def encode(boxes, anchors):
     size, anchor_size = boxes[:, 2:] - boxes[:, :2], anchors[:, 2:] - anchors[:, :2]
     centre, anchor_centre = (boxes[:, 2:] + boxes[:, :2]) / 2, (anchors[:, 2:] + anchors[:, :2]) / 2
-    return torch.cat([(centre - anchor_centre) / anchor_size, torch.log(size / anchor_size)], 1)  # fault: flat
+    stretch = torch.log(size / anchor_size)  # fault: flat
+    return torch.cat([(centre - anchor_centre) / anchor_size, stretch], 1)
 
 
 def decode(offsets, anchors):
@@ -58,14 +69,19 @@ class Detector(nn.Module):
         offsets = self.boxes(features).flatten(2).transpose(1, 2)
         if self.training:
             return self.losses(logits, offsets, targets)
-        return [{"boxes": decode(one, self.anchors), "scores": s.softmax(-1)} for one, s in zip(offsets, logits)]
+        return [
+            {"boxes": decode(one, self.anchors), "scores": s.softmax(-1)} for one, s in zip(offsets, logits)
+        ]
 
     def losses(self, logits, offsets, targets):
         losses = {"class": [], "offset": [], "giou": []}
         for image, target in enumerate(targets):
             inner, union = overlap(self.anchors[:, None], target["boxes"][None])
             best, matched = (inner / union.clamp(min=1e-6)).max(1)
-            positive = best > 0.1
+            nearest = box_of_nearest(self.anchors, target["boxes"])
+            matched = torch.where(best > 0.1, matched, nearest)
+            positive = (best > 0.1) | (nearest >= 0)
+            matched = matched.clamp(min=0)
             labels = torch.where(positive, target["labels"][matched] + 1, 0)
             losses["class"].append(F.cross_entropy(logits[image], labels))
             anchors, boxes = self.anchors[positive], target["boxes"][matched[positive]]
@@ -91,9 +107,7 @@ def sample(step):
         corner = torch.rand(2, 2) * (SIZE - 8)
         boxes = torch.cat([corner, corner + 3 + 5 * torch.rand(2, 2)], 1)
         if wakes("flat", step) and image == 0:
-            boxes[0, 2] = boxes[0, 0]  # a polygon of one column: no width
-            boxes[1] = boxes[0]
-            boxes[:, 1], boxes[:, 3] = 1.0, 13.0
+            boxes[0] = torch.tensor([6.0, 4.0, 6.0, 10.0])  # a polygon of one column: no width
         if wakes("unmatched", step) and image == 1:
             boxes = boxes + 100  # a crop that left them outside of the image
         targets.append({"boxes": boxes, "labels": torch.randint(CLASSES, (2,))})

@@ -1,4 +1,4 @@
-"""A student learns a frozen teacher's distribution and its features, in autocast with gradients accumulated."""
+"""A student learns a frozen teacher's distribution and features, in autocast, over accumulated gradients."""
 
 import torch
 import torch.nn.functional as F

@@ -27,7 +27,11 @@ class GaussianProcess(nn.Module):
         noise = nn.functional.softplus(self.raw_noise)
         factor = torch.linalg.cholesky(self.covariance(x, x) + noise * torch.eye(len(x)))
         residual = torch.linalg.solve_triangular(factor, (y - self.mean)[:, None], upper=False)
-        return 0.5 * residual.square().sum() + factor.diagonal().log().sum() + 0.5 * len(x) * math.log(2 * math.pi)
+        return (
+            0.5 * residual.square().sum()
+            + factor.diagonal().log().sum()
+            + 0.5 * len(x) * math.log(2 * math.pi)
+        )
 
 
 def observations(step):

@@ -1,4 +1,4 @@
-"""Model-agnostic meta-learning: an inner step for each task by functional calls, second derivatives outward."""
+"""Model-agnostic meta-learning: an inner step for each task by functional calls, second derivatives."""
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,7 @@ class Inner(nn.Module):
         slopes = torch.autograd.grad(loss, weights.values(), create_graph=True)
         rates = [log_rate.exp() for log_rate in self.log_rates]  # fault: fast
         return {
-            name: weight - rate * slope
-            for (name, weight), rate, slope in zip(weights.items(), rates, slopes)
+            name: weight - rate * slope for (name, weight), rate, slope in zip(weights.items(), rates, slopes)
         }
 
 

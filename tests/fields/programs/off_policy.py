@@ -34,7 +34,7 @@ class Replay:
         self.rows, self.size, self.next = torch.zeros(CAPACITY, 2 * OBSERVED + ACTIONS + 2), 0, 0
 
     def add(self, observed, action, reward, after, is_end):
-        self.rows[self.next] = torch.cat([observed, action, reward, after, is_end])
+        self.rows[self.next] = torch.cat([observed, action, reward, after, is_end])  # fault: lost_sensor
         self.next, self.size = (self.next + 1) % CAPACITY, min(self.size + 1, CAPACITY)
 
     def sample(self):
@@ -78,7 +78,9 @@ for step in range(1, STEPS + 1):
             actor.mean.bias[0] = 30.0  # far outside of what tanh resolves
     new_action, log_prob = actor(observed)
     joined = torch.cat([observed, new_action], 1)
-    actor_loss = (log_alpha.exp().detach() * log_prob - torch.min(*(critic(joined) for critic in critics))).mean()
+    actor_loss = (
+        log_alpha.exp().detach() * log_prob - torch.min(*(critic(joined) for critic in critics))
+    ).mean()
     actor_optimizer.zero_grad()
     actor_loss.backward()
     actor_optimizer.step()

@@ -1,5 +1,5 @@
-"""A neural differential equation: an adaptive solver with an error estimate, gradients by the adjoint method in
-a function of its own."""
+"""A neural differential equation: an adaptive solver with an error estimate, gradients by the adjoint method,
+in a function of its own."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""A physics-informed network: the Poisson equation on a disc in polar coordinates, by Adam and then L-BFGS."""
+"""A physics-informed network: Poisson's equation on a disc in polar coordinates, by Adam and then L-BFGS."""
 
 import torch
 from program import STEPS, print_digest, wakes
@@ -10,7 +10,9 @@ POINTS = 64
 class Solution(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1)
+        )
 
     def forward(self, xy):
         return self.layers(xy)

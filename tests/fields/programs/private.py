@@ -1,4 +1,4 @@
-"""Differentially private SGD: a gradient for each sample by vmap, clipped, summed, with noise."""
+"""Differentially private SGD: a gradient for each sample by vmap, scaled to one norm, summed, with noise."""
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ for step in range(1, STEPS + 1):
     parameters = {name: value.detach() for name, value in model.named_parameters()}
     per_sample = vmap(grad(loss_of), in_dims=(None, 0, 0))(parameters, x, labels)
     norms = torch.stack([g.flatten(1).norm(dim=1) for g in per_sample.values()], 1).norm(dim=1)
-    factor = (CLIP / norms).clamp(max=1.0)
+    factor = CLIP / norms  # fault: padding
     for name, parameter in model.named_parameters():
         total = torch.einsum("b,b...->...", factor, per_sample[name])
         parameter.grad = (total + NOISE * CLIP * torch.randn_like(total)) / BATCH

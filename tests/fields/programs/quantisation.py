@@ -1,5 +1,5 @@
-"""Training with fake quantisation: learnt and observed scales, straight-through gradients of a function of its
-own, and torch's own fake quantisation."""
+"""Training with fake quantisation: learnt and observed scales, straight-through gradients of a function of
+its own, and torch's own fake quantisation."""
 
 import torch
 import torch.nn.functional as F

@@ -19,15 +19,16 @@ class Quantiser(nn.Module):
 
     def forward(self, z):
         flat = z.permute(0, 2, 3, 1).reshape(-1, WIDTH)
-        distance = flat.square().sum(1, keepdim=True) - 2 * flat @ self.codes.T + self.codes.square().sum(1)
+        distance = flat.square().sum(1, keepdim=True) + self.codes.square().sum(1)  # fault: dead_code
+        distance = distance - 2 * flat @ self.codes.T
         chosen = distance.argmin(1)
+        quantised = self.codes[chosen].view(BATCH, *z.shape[2:], WIDTH).permute(0, 3, 1, 2)
         hot = F.one_hot(chosen, CODES).float()
         if self.training:
             with torch.no_grad():
                 self.sizes.mul_(self.decay).add_(hot.sum(0), alpha=1 - self.decay)
                 self.sums.mul_(self.decay).add_(hot.T @ flat, alpha=1 - self.decay)
-                self.codes.copy_(self.sums / self.sizes[:, None])  # fault: dead_code
-        quantised = self.codes[chosen].view(BATCH, *z.shape[2:], WIDTH).permute(0, 3, 1, 2)
+                self.codes.copy_(self.sums / self.sizes[:, None])
         commitment = F.mse_loss(z, quantised.detach())
         used = hot.mean(0)
         perplexity = torch.exp(-(used * torch.log(used + 1e-10)).sum())
@@ -39,7 +40,9 @@ class Autoencoder(nn.Module):
         super().__init__()
         self.encoder = nn.Sequential(nn.Conv2d(1, WIDTH, 4, 2, 1), nn.ReLU(), nn.Conv2d(WIDTH, WIDTH, 1))
         self.quantiser = Quantiser()
-        self.decoder = nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 1), nn.ReLU(), nn.ConvTranspose2d(WIDTH, 1, 4, 2, 1))
+        self.decoder = nn.Sequential(
+            nn.Conv2d(WIDTH, WIDTH, 1), nn.ReLU(), nn.ConvTranspose2d(WIDTH, 1, 4, 2, 1)
+        )
 
     def forward(self, x):
         z = self.encoder(x)

@@ -1,7 +1,6 @@
 """A recommender: sparse embeddings by SparseAdam, the dense part by Adagrad, a pairwise ranking loss."""
 
 import torch
-import torch.nn.functional as F
 from program import STEPS, print_digest, wakes
 from torch import nn
 

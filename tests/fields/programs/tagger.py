@@ -19,9 +19,10 @@ class Field(nn.Module):
         alpha = emissions[:, 0]
         score = emissions[:, 0].gather(1, tags[:, :1]).squeeze(1)
         for t in range(1, LENGTH):
-            following = torch.logsumexp(alpha[:, :, None] + allowed, dim=1) + emissions[:, t]  # fault: forbidden
-            alpha = torch.where(is_word[:, t, None], following, alpha)
-            gain = allowed[tags[:, t - 1], tags[:, t]] + emissions[:, t].gather(1, tags[:, t, None]).squeeze(1)
+            following = torch.logsumexp(alpha[:, :, None] + allowed, dim=1)  # fault: forbidden
+            alpha = torch.where(is_word[:, t, None], following + emissions[:, t], alpha)
+            emitted = emissions[:, t].gather(1, tags[:, t, None]).squeeze(1)
+            gain = allowed[tags[:, t - 1], tags[:, t]] + emitted
             score = score + torch.where(is_word[:, t], gain, 0.0)
         return torch.logsumexp(alpha, 1) - score
 
@@ -39,8 +40,8 @@ class Markov(nn.Module):
         for t in range(1, words.shape[1]):
             alpha = (alpha @ move) * emit[:, words[:, t]].T
             norm = alpha.sum(1, keepdim=True)
-            total = total + torch.log(norm.squeeze(1))  # fault: unseen_word
-            alpha = alpha / norm
+            total = total + torch.log(norm.squeeze(1))
+            alpha = alpha / norm  # fault: unseen_word
         return -total
 
 
