@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <torch/csrc/autograd/function.h>
 
@@ -20,8 +21,12 @@ namespace {
 thread_local StepRecorder::Impl* recorder_of_this_thread = nullptr;
 thread_local int depth = 0;  // number of running frames that this thread's recorder has seen begin
 
-/// True for an operator of torch.func's transforms: what they call on plain tensors is recorded.
+/// True for an operator as a transform of torch.func sees it: what the transform calls on plain
+/// tensors is recorded.
 bool is_transformed(const at::RecordFunction& call, const OperatorInfo& info) {
+  constexpr auto kFront = c10::DispatchKey::FuncTorchDynamicLayerFrontMode;
+  const auto keys = c10::impl::tls_local_dispatch_key_set();
+  if (keys.included_.has(kFront) && !keys.excluded_.has(kFront)) return true;
   constexpr c10::DispatchKeySet kWrappers({c10::DispatchKey::FuncTorchBatched,
                                            c10::DispatchKey::FuncTorchGradWrapper,
                                            c10::DispatchKey::Functionalize});
@@ -108,8 +113,30 @@ void StepRecorder::Impl::find_maker(const at::Tensor& tensor) {
 
 StepRecorder::Impl::OwnMemory* StepRecorder::Impl::memory_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
-  const auto found = memory.find(tensor.storage().unsafeGetStorageImpl());
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+  for (const WeakStorage& each : shared) {  // numpy's array, as a tensor again
+    const auto living = each.lock();
+    if (!living || living->data() == nullptr) continue;
+    const auto begin = reinterpret_cast<std::uintptr_t>(living->data());
+    const auto at = reinterpret_cast<std::uintptr_t>(tensor.storage().data());
+    if (at >= begin && at < begin + living->nbytes()) storage = living.get();
+  }
+  const auto found = memory.find(storage);
   return found == memory.end() ? nullptr : &found->second;
+}
+
+RecordedValue StepRecorder::Impl::name_of(const Known& known_value, const at::Tensor& tensor) {
+  RecordedValue value{
+      .event = known_value.event,
+      .index = known_value.index,
+      .became_leaf = !known_value.required_grad && tensor.is_leaf() && tensor.requires_grad(),
+      .is_detached = known_value.is_detached};
+  const OwnMemory* const own = shared.empty() ? nullptr : memory_of(tensor);
+  if (own != nullptr && own->shared_by) {
+    value.content = steady_copy(tensor.variable_data());
+    unrepeated.note(value.content, *own->shared_by);
+  }
+  return value;
 }
 
 std::shared_ptr<RecordedEvent> StepRecorder::Impl::new_event() {
@@ -145,7 +172,7 @@ void StepRecorder::Impl::made(const std::shared_ptr<RecordedEvent>& event, const
                                     .version = version_of(tensor),
                                     .maker = event,
                                     .index = index,
-                                    .region = Region::of(tensor)});
+                                    .region = tensor.is_nested() ? Region{} : Region::of(tensor)});
 }
 
 void StepRecorder::Impl::wrote(const std::shared_ptr<const RecordedEvent>& event,
@@ -172,6 +199,7 @@ void StepRecorder::Impl::forget_the_dead() {
 void StepRecorder::Impl::clear() {
   known.clear();
   memory.clear();
+  shared.clear();
   functions.clear();
   parameters.begin_step();
   roots.clear();
@@ -325,6 +353,7 @@ void StepRecorder::begin_step() {
   impl.has_reduced_gradients = false;
   impl.unrepeated.begin_step();
   impl.memory.clear();
+  impl.shared.clear();
   impl.functions.clear();
   impl.read.clear();
   impl.backwards = 0;
@@ -346,7 +375,14 @@ std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
   impl_->take_arrived(tensor);
   const auto* found = impl_->find(tensor);
   if (found == nullptr) return std::nullopt;
-  return Impl::name_of(*found, tensor);
+  return impl_->name_of(*found, tensor);
+}
+
+void StepRecorder::note_shared(const at::Tensor& tensor, std::string op) {
+  Impl::OwnMemory* const own = impl_->memory_of(tensor);
+  if (own == nullptr || !has_memory(tensor)) return;
+  if (!own->shared_by) impl_->shared.push_back(own->storage);
+  own->shared_by = EarlierWrite{.op = std::move(op), .caller = impl_->caller_now()};
 }
 
 const std::vector<at::Tensor>& StepRecorder::refused() const noexcept {

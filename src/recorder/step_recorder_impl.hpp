@@ -51,8 +51,9 @@ struct StepRecorder::Impl {
     RecordedEvents writers;
     std::uint32_t version = 0;  // after the last write
     std::shared_ptr<const RecordedEvent> maker;
-    int index = 0;  // among the maker's results
-    Region region;  // of that result
+    int index = 0;                          // among the maker's results
+    Region region;                          // of that result
+    std::optional<EarlierWrite> shared_by;  // code that is no operator, which may write to it, too
   };
 
   struct Context final : at::ObserverContext {
@@ -104,6 +105,7 @@ struct StepRecorder::Impl {
   std::unordered_multimap<const c10::StorageImpl*, Arriving> arriving;
   std::vector<at::Tensor> read;  // by the program, before a backward
   std::vector<at::Tensor> refused;
+  std::vector<WeakStorage> shared;  // own memory that other code has, too
   bool has_reduced_gradients = false;
   int backwards = 0;
   std::size_t without_gradient = 0;  // operators outside of autograd
@@ -117,12 +119,7 @@ struct StepRecorder::Impl {
   Known* find_alias(const at::Tensor& tensor);
   /// Registers an output of a custom function on its first use, by the node that made it.
   void find_maker(const at::Tensor& tensor);
-  [[nodiscard]] static RecordedValue name_of(const Known& known, const at::Tensor& tensor) {
-    return {.event = known.event,
-            .index = known.index,
-            .became_leaf = !known.required_grad && tensor.is_leaf() && tensor.requires_grad(),
-            .is_detached = known.is_detached};
-  }
+  [[nodiscard]] RecordedValue name_of(const Known& known, const at::Tensor& tensor);
   /// Null: no event has made it.
   OwnMemory* memory_of(const at::Tensor& tensor);
 

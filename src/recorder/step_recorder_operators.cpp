@@ -283,7 +283,8 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
       input.element = element;
       input.is_read = !info.is_view && info.arguments[i] != ArgumentUse::overwritten;
       const auto* own = memory_of(tensor);
-      if (input.is_read && own != nullptr && own->version != version) {
+      const bool is_alias = input.value && input.value->is_detached;  // counts for itself
+      if (input.is_read && !is_alias && own != nullptr && own->version != version) {
         data.problem = "a tensor was written to by something that is not an operator";
       }
       if (info.arguments[i] != ArgumentUse::read) {

@@ -1,5 +1,6 @@
 // Executes the events of a recorded step again.
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
 
 #include <algorithm>
 #include <mutex>
@@ -36,6 +37,17 @@ void set_generator_states(const GeneratorStates& states) {
   }
 }
 
+/// Other code may have written `content` to the first pass's `tensor`.
+void write_again(const at::Tensor& tensor, const at::Tensor& content) {
+  const OwnWork own_work;
+  const auto bytes_of = [](const at::Tensor& each) {
+    return each.detach().reshape({-1}).contiguous().view(at::kByte);
+  };
+  if (tensor.numel() == 0 || at::equal(bytes_of(tensor), bytes_of(content))) return;
+  tensor.detach().copy_(content);
+  note_copy(content, tensor);
+}
+
 }  // namespace
 
 struct StepReplay::Impl {
@@ -49,6 +61,7 @@ struct StepReplay::Impl {
     if (found == values.end()) {
       throw Error("a tensor that this step computes was not computed when it was executed again");
     }
+    if (value.content.defined()) write_again(found->second, value.content);
     if (value.is_detached) return found->second.variable_data();
     if (value.became_leaf && !found->second.requires_grad()) found->second.requires_grad_();
     return found->second;

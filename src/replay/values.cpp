@@ -32,9 +32,10 @@ bool has_plain_memory(const at::Tensor& tensor) {
   const auto keys = tensor.key_set();
   return tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_meta() &&
          !tensor.is_quantized() && !tensor.is_nested() &&
-         !keys.has_any(c10::DispatchKeySet(
-             {c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
-              c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize}));
+         !keys.has_any(
+             c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched,
+                                  c10::DispatchKey::FuncTorchGradWrapper,
+                                  c10::DispatchKey::Functionalize, c10::DispatchKey::ZeroTensor}));
 }
 
 void for_each_tensor(const c10::IValue& value,

@@ -45,6 +45,9 @@ struct RecordedValue {
   int index = 0;
   bool became_leaf = false;  // `requires_grad_` has been called on it since
   bool is_detached = false;  // without its gradient, by something that is no operator: `.data`
+  /// What it held when it was read, if code that is no operator may write to it, too: numpy. Else
+  /// undefined.
+  at::Tensor content = {};
 };
 
 /// One event, opaque except for what its executor needs.
@@ -128,6 +131,9 @@ class StepRecorder {
 
   /// The event that made `tensor`; nullopt for a tensor from before or from elsewhere.
   [[nodiscard]] std::optional<RecordedValue> value_of(const at::Tensor& tensor);
+  /// Other code has the tensor's memory from now on, and may write to it: numpy, by `Tensor.numpy`.
+  /// `op` names how it got it.
+  void note_shared(const at::Tensor& tensor, std::string op);
   /// The tensors that the latest operator outside of modules was given, if an error has ended it.
   [[nodiscard]] const std::vector<at::Tensor>& refused() const noexcept;
 
