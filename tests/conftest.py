@@ -1,4 +1,4 @@
-"""Which tests run (--tenth), their order, and the device of this process: NANLOCATOR_TEST_DEVICE=cuda."""
+"""Which tests run (--tenth, --turn), their order, and the device of this process: NANLOCATOR_TEST_DEVICE=cuda."""
 
 import os
 import tempfile
@@ -29,6 +29,27 @@ def own_kept_ranks():
 
 def pytest_addoption(parser):
     parser.addoption("--tenth", type=int, choices=range(10), help="of the exhaustive tests only this tenth")
+    parser.addoption("--turn", type=int, help="of tests marked in_turn only the cases of this turn")
+
+
+def leave_out(config, items, is_left):
+    left = {item for item in items if is_left(item)}
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
+
+
+def other_turns(items, turn):
+    """The cases of tests marked in_turn that another turn runs."""
+    number_of, left = Counter(), set()
+    for item in items:
+        marker = item.get_closest_marker("in_turn")
+        if marker is None or item.get_closest_marker("exhaustive"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if number_of[test] % marker.args[0] != turn % marker.args[0]:
+            left.add(item)
+        number_of[test] += 1
+    return left
 
 
 def start_long_files_first(items):
@@ -41,12 +62,12 @@ def start_long_files_first(items):
 def pytest_collection_modifyitems(config, items):
     tenth = config.getoption("--tenth")
     if tenth is not None:
-        chosen, left = [], []
-        for item in items:
-            is_left = item.get_closest_marker("exhaustive") and zlib.crc32(item.nodeid.encode()) % 10 != tenth
-            (left if is_left else chosen).append(item)
-        config.hook.pytest_deselected(items=left)
-        items[:] = chosen
+        is_of_another = lambda item: zlib.crc32(item.nodeid.encode()) % 10 != tenth  # noqa: E731
+        leave_out(config, items, lambda item: item.get_closest_marker("exhaustive") and is_of_another(item))
+    turn = config.getoption("--turn")
+    if turn is not None and DEVICE == "cpu":
+        others = other_turns(items, turn)
+        leave_out(config, items, others.__contains__)
     start_long_files_first(items)
     if " " in torch.__file__:
         for item in items:

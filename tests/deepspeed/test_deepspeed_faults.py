@@ -34,6 +34,7 @@ def summary(verdict):
     return origin["cause"], origin["phase"], ranks, name or "", op, verdict["rerun"]["reproduced"]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("variant", "level"),
     [
@@ -58,6 +59,7 @@ def test_each_fault_names_its_rank_and_its_cause(variant, level):
     assert all(verdict["iteration"] == (3 if fault == "state" else 2) for fault, verdict in verdicts.items())
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "variant",
     [

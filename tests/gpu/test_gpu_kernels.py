@@ -520,6 +520,7 @@ def case(name: str, plant: Plant) -> Any:
     return pytest.param(plant, id=name, marks=marks)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("plant", [case(name, plant) for name, plant in PLANTS.items()])
 def test_the_fault_of_a_kernel_is_named(plant, device):
     # A single step without an optimizer does not see faults of a bad state or a compiled model.

@@ -740,6 +740,7 @@ def test_healthy_steps_of_two_ranks_of_megatron_are_executed_again_bit_for_bit(l
     found(_megatron, 2, healthy_megatron, layout)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.megatron
 @pytest.mark.parametrize(("layout", "name"), CASES_OF_LAYOUTS)
 def test_a_fault_of_one_of_two_ranks_of_megatron_is_located(layout, name, record_property):

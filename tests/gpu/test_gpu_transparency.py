@@ -93,6 +93,7 @@ def alone(request, device):
     return request.param, trained(device, request.param, "none", "")
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "level"), WAYS)
 def test_losses_and_weights_have_the_same_bits(alone, way, level, device, record_property):

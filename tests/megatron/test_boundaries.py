@@ -157,6 +157,7 @@ def _scenario(name, ranks, training, faults):
 # ---- healthy -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_nothing_is_seen_in_a_healthy_run_and_torchs_methods_are_restored(runs, name):
     for rank in runs[name]:

@@ -82,6 +82,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("layout", HEALTHY)
 def test_in_a_healthy_step_nothing_is_missed_and_the_process_is_left_as_it_was(layout):
     ranks, training = HEALTHY[layout]

@@ -69,6 +69,7 @@ def is_the_same_and_nothing_is_found(pool, name, layout, **nanlocator):
         assert (overflows > 0) == (name == "fp16_dynamic_loss_scale")
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("name", "layout"), usually(ONCE, FOLLOWED))
 def test_a_healthy_run_is_bit_identical_and_nothing_is_found(pool, name, layout):
     is_the_same_and_nothing_is_found(pool, name, layout)
@@ -80,6 +81,7 @@ def test_a_healthy_run_is_bit_identical_at_every_level(pool, level):
     is_the_same_and_nothing_is_found(pool, f"level_{level}", layout, level=level)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("name", "layout"), usually(TWICE, LAYOUTS.keys() - COMBINED))
 def test_a_run_that_repeats_every_step_is_the_run_without_nanlocator(pool, name, layout):
     is_searching = name == "fp16_searching_its_scale"

@@ -202,6 +202,7 @@ def usual_and_rest(layouts: dict[str, Layout], combinations: set[str]) -> list:
     return parts
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("configuration", "incidents"), usual_and_rest(LAYOUTS, COMBINATIONS))
 def test_every_fault_is_named(pool, request, configuration, incidents):
     run_incidents(pool, f"matrix_{request.node.callspec.id}", LAYOUTS[configuration], incidents)

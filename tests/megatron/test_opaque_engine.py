@@ -29,6 +29,7 @@ LAYOUTS = {
 COMBINATIONS = {"sequence_parallel_tied_embeddings", "tp2_pp2_dp2", "interleaved_pipeline"}
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("configuration", "incidents"), usual_and_rest(LAYOUTS, COMBINATIONS))
 def test_every_fault_keeps_its_verdict(pool, request, configuration, incidents):
     name = f"opaque_{request.node.callspec.id}"

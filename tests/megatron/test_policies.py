@@ -130,6 +130,7 @@ def one_off_faults(layout):
     return faults
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("configuration", RECOVERED)
 def test_a_recovered_training_is_the_one_that_never_had_the_fault(pool, configuration):
     layout = RECOVERED[configuration]

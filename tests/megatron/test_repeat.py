@@ -24,6 +24,7 @@ OMISSIONS = {  # and the least that they change
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("state", OMISSIONS)
 def test_a_repeat_that_forgets_a_state_makes_another_training(pool, state):
     layout, preparations, expected = OMISSIONS[state]

@@ -114,6 +114,7 @@ WRONG_IN_USUAL_RUN = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     "place, collective",
     [
@@ -149,6 +150,7 @@ def test_a_rank_whose_thread_sleeps_for_ever_is_named_and_those_that_wait_for_it
     assert outcome.seconds < DEADLINE_OF_HANGS + START_AND_END
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("at", ["device", "groups", "barrier", "broadcast", "timing"])
 def test_a_rank_that_hangs_in_any_stage_is_named(at):
     require(hung_netcheck(2, "--rank", "1", "--at", at), "hang", 1)

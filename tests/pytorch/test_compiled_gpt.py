@@ -249,6 +249,7 @@ def marked(fault, way):
     return pytest.param(fault, way, id=f"{fault}, {way}", marks=marks)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("fault", "way"), [marked(*case) for case in CASES])
 def test_a_fault_is_named_as_in_eager_code(fault, way):
     has_labels = fault != "no label"

@@ -90,6 +90,7 @@ def train(name: str, options: dict[str, Any], spoil: Callable[[Any], None] | Non
     return [each.detach().clone() for each in model.parameters()], verdict
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_training_has_the_same_bits_and_no_verdict(name):
     for options in options_of(known(name)):
@@ -116,6 +117,7 @@ def state_names(name: str, options: dict[str, Any]) -> list[str]:
     return found
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "LBFGS"])
 def test_a_nan_in_its_state_is_one_origin_of_that_parameter(name):
     wrong = []

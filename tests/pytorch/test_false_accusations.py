@@ -337,6 +337,7 @@ def fresh_memory_is_nan():
         yield
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.host
 @pytest.mark.usefixtures("fresh_memory_is_nan")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, (_, marks) in FOLLOWING.items()])

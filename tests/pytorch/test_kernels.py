@@ -295,6 +295,7 @@ def marked(case):
     return pytest.param(case, marks=pytest.mark.exhaustive if is_another else [])
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("case", list(map(marked, FAULTS)))
 def test_a_kernel_with_a_bug_is_named_and_its_call_shows_the_bug_alone(case, garbage, plant, tmp_path):
     fault = FAULTS[case]

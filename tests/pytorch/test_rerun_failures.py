@@ -208,6 +208,7 @@ def verdicts_on_disk():
     return [json.loads(path.read_text()) for path in paths]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("backend", "kind", "place", "victim"), failures())
 def test_a_failure_in_the_rerun_costs_no_evidence(backend, kind, place, victim):
     fault, failing_call = PASSES[place]

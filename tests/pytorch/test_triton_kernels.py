@@ -137,6 +137,7 @@ def launch_in(file, text):
     return max(i for i, line in enumerate(lines[: line_of(file, text[1])], 1) if text[0] in line)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("case", OWN | PLANTED)
 def test_a_planted_bug_is_named_with_kernel_line_and_extent(case, outcome):
     verdict, _ = outcome(case)

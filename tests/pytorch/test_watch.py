@@ -43,6 +43,7 @@ def trained(loop, **options):
     return [*losses, *(t.clone() for t in modules.state_dict().values()), torch.rand(1)]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_step_is_executed_again_bit_identical_and_training_does_not_change(loop, capfd):
     alone, watched = trained(LOOPS[loop]), trained(LOOPS[loop], rerun="always")

@@ -21,6 +21,7 @@ def ranks_of(variant):
     return 4 if variant.startswith("hsdp") else 2
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("variant", (*VARIANTS, *HSDP))
 def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant):
     assert run_kept_ranks(ranks_of(variant), healthy, Fsdp2, variant) == [[]] * ranks_of(variant)

@@ -148,6 +148,7 @@ FURTHER = [
 ]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("ranks", "kind", "variant", "phase"),
     [*KILLED, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in FURTHER)],

@@ -22,6 +22,7 @@ def ranks_of(variant):
     return 8 if variant == "tensor_fsdp" else 4 if variant in SECOND_AXIS else 2
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_is_bit_identical_and_every_step_is_executed_again_alike(variant):
     assert run_kept_ranks(ranks_of(variant), healthy, Pipelined, variant) == [[]] * ranks_of(variant)

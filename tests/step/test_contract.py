@@ -27,6 +27,7 @@ def on_rank(rank, world_size, case, adapter):
         stop_watching()
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("adapter", loops.LOOPS)
 @pytest.mark.parametrize("case", contract.CASES, ids=lambda case: case.__name__)
 def test_contract(case, adapter):

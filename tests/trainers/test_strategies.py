@@ -43,6 +43,7 @@ def alone(script, strategy):
     return results(strategy_ranks.run_script(script, strategy))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("script", "strategy"),
     cases(

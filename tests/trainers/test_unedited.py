@@ -88,6 +88,7 @@ def results(done):
     return [line for line in done.stdout.splitlines() if line.startswith(("losses:", "weights:"))]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("script", "start"),
     [
@@ -104,6 +105,7 @@ def test_a_healthy_script_computes_the_same_bits(script, start):
     assert "other bits" not in watched.stderr and "not executed again" not in watched.stderr
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("script", "fault"), CASES)
 def test_the_fault_of_a_script_is_located(script, fault):
     start = run_interpreter if (script, fault) == ("verl_style", "loss") else run
