@@ -1,4 +1,4 @@
-"""Which tests run (--tenth, --turn), their order, and the device of this process: NANLOCATOR_TEST_DEVICE=cuda."""
+"""Which tests run (--tenth, --turn), in which order, and on which device: NANLOCATOR_TEST_DEVICE=cuda."""
 
 import os
 import tempfile

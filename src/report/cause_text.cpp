@@ -780,9 +780,10 @@ std::vector<std::string> steps_text(const Origin& origin) {
                 "just below: at exactly zero the slope is infinite"};
     case Action::find_source_of_zero:
       if (origin.detail == Detail::mean_of_nothing) {
-        return {"find what left no element for " + operation,
-                "where that is legal (an image without objects, a mask that selects nothing), leave "
-                "this term out, or divide the sum by max(count, 1)"};
+        return {
+            "find what left no element for " + operation,
+            "where that is legal (an image without objects, a mask that selects nothing), leave "
+            "this term out, or divide the sum by max(count, 1)"};
       }
       return {"find what made " + zero_of(origin) + with_operands(origin),
               "if a zero may occur there, replace it before " + operation +
