@@ -232,7 +232,12 @@ std::vector<std::string> argument_names_of(const Origin& origin) {
   if (fact == nullptr || !is_of_line) return {};
   const Expression& call = *origin.code->expression;
   if (name_in_code(origin.op) != name_in_code(call.call)) return {};
-  if (fact->values.size() > call.arguments.size()) return {};
+  if (fact->values.empty() || fact->values.size() > call.arguments.size()) return {};
+  // The first argument may have no value: what an operator in place has overwritten.
+  const Fact* const first = find_fact(origin.facts, FactKind::input);
+  const bool begins_later =
+      first != nullptr && first->operand && first->operand->name != fact->values.front().first;
+  if (begins_later) return {};
   std::vector<std::string> names(call.arguments.begin(),
                                  call.arguments.begin() + std::ssize(fact->values));
   const bool are_short = std::ranges::all_of(
@@ -675,7 +680,9 @@ std::string refutation_of(const Origin& origin) {
 
 std::string with_checked_updates(const std::string& checkpoint) {
   return "run from " + checkpoint +
-         " with NANLOCATOR_CHECK_PARAMS=1, which finds the step whose update makes it bad";
+         " with NANLOCATOR_CHECK_PARAMS=1 and NANLOCATOR_LEVEL=operators, which find the step and "
+         "the line "
+         "of the update that makes it bad";
 }
 
 std::vector<std::string> steps_text(const Origin& origin) {
@@ -787,8 +794,10 @@ std::vector<std::string> steps_text(const Origin& origin) {
       }
       return {"find what made " + zero_of(origin) + with_operands(origin),
               "if a zero may occur there, replace it before " + operation +
-                  " (torch.where after it still gives NaN in backward); if it may not, do not "
-                  "clamp it: that would hide the fault"};
+                  (origin.cause == Cause::optimizer_update
+                       ? ""
+                       : " (torch.where after it still gives NaN in backward)") +
+                  "; if it may not, do not clamp it: that would hide the fault"};
     case Action::choose_before: {
       const auto names = argument_names_of(origin);
       const std::string argument = names.empty() ? "x" : names.front();
@@ -949,8 +958,9 @@ std::vector<std::string> steps_text(const Origin& origin) {
           return {
               "look at what the optimizer computes for this parameter: a norm, a bias correction "
               "or an epsilon that is zero",
-              "run from before it with NANLOCATOR_CHECK_PARAMS=1: it stops in that update and "
-              "executes it again, operator by operator"};
+              "run from before it with NANLOCATOR_CHECK_PARAMS=1 and NANLOCATOR_LEVEL=operators: "
+              "it "
+              "stops in that update and names its operator and line"};
         }
         if (made->op == "lr") return {"correct what sets the learning rate of this parameter"};
         if (made->dtype != "float16" && made->dtype != "bfloat16") {

@@ -507,6 +507,11 @@ static std::string excluded_text(const Verdict& verdict, const std::vector<std::
   return is_slurm ? " (sbatch --exclude=" + list_for_command(hosts) + " ...)" : "";
 }
 
+static bool may_be_of_update(const Verdict& verdict) {
+  const Origin* const origin = deciding_origin(verdict);
+  return origin != nullptr && std::ranges::count(origin->alternatives, Suspect::last_update) > 0;
+}
+
 void add_check(const Verdict& verdict, Rows& rows) {
   const JobDecision& decision = verdict.decision;
   const std::vector<int> ranks = ranks_to_look_at(verdict);
@@ -516,7 +521,9 @@ void add_check(const Verdict& verdict, Rows& rows) {
   const std::string suspects = is_suspected ? suspects_text(verdict) : joined(hosts);
   if (decision.is_to_check && !is_suspected) {
     add_row(rows, "if finite",
-            loaded_by_run(verdict) + ": the memory of " + joined(hosts) +
+            loaded_by_run(verdict) + ": " +
+                (may_be_of_update(verdict) ? "an update since or " : "") + "the memory of " +
+                joined(hosts) +
                 " is the suspect; before the restart, there: " + error_counters_of(verdict));
     add_row(rows, "if errors",  // a row of its own: log scanners take both words for a finding
             "uncorrectable volatile counts above 0, or NVRM lines since the job began" +

@@ -36,6 +36,12 @@ bool is_zero_among_peers(const Origin& origin) {
          origin.coordinates && origin.coordinates->tp.size > 1;
 }
 
+/// In the program's own optimizer; one of torch's is told by its epsilon and learning rate.
+bool is_zero_in_own_update(const Origin& origin) {
+  return is<Detail::log_of_zero, Detail::division_by_zero, Detail::zero_over_zero>(origin) &&
+         !has<FactKind::called_in_framework>(origin);
+}
+
 /// Only fp16 has a smaller range than fp32: an overflow in bf16 would also occur in fp32.
 bool has_full_range(const Origin& origin) {
   return origin.tensor && (origin.tensor->dtype == "bfloat16" || origin.tensor->dtype == "float32");
@@ -280,7 +286,7 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        Confidence::medium,
        false,
        {},
-       {{check_update, always}}},
+       {{find_source_of_zero, is_zero_in_own_update}, {check_update, always}}},
       {Cause::optimizer_state,
        Owner::model_author,
        Refutation::finite_state_before,

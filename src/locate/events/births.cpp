@@ -52,6 +52,7 @@ class Births {
     for (Born& each : born_) judge_sum(each);
     for (const Root& receipt : receipts) add_receiver(receipt);
     fold_weights();
+    fold_updates();
     fold_kept();
     fold_repeated();
     for (Born& each : born_) complete_facts(each);
@@ -163,16 +164,34 @@ class Births {
           return each.origin.cause == Cause::bad_weight ? std::optional(each.origin.candidates)
                                                         : std::nullopt;
         },
-        [](Born& first, const Born& other) {
-          Facts& facts = first.origin.facts;
-          if (!has_fact(facts, FactKind::further_weights_bad)) {
-            facts.push_back({.kind = FactKind::further_weights_bad, .count = 0});
-          }
-          ++*facts.back().count;
-          if (facts.back().names.size() < kMostNames) {
-            facts.back().names.push_back(other.origin.parameter);
-          }
-        });
+        add_weight);
+  }
+
+  /// One line of an optimizer makes the weights of one parameter after the other bad.
+  void fold_updates() {
+    using Line = std::tuple<std::vector<int>, std::string, int>;
+    fold_by(
+        born_,
+        [](const Born& each) {
+          const Origin& origin = each.origin;
+          const bool is_update = origin.cause == Cause::optimizer_update && origin.code.has_value();
+          return is_update
+                     ? std::optional(Line(origin.candidates, origin.code->file, origin.code->line))
+                     : std::nullopt;
+        },
+        add_weight);
+  }
+
+  static void add_weight(Born& first, const Born& other) {
+    Facts& facts = first.origin.facts;
+    if (!has_fact(facts, FactKind::further_weights_bad)) {
+      facts.push_back(
+          {.kind = FactKind::further_weights_bad, .phase = other.origin.phase, .count = 0});
+    }
+    ++*facts.back().count;
+    if (facts.back().names.size() < kMostNames) {
+      facts.back().names.push_back(other.origin.parameter);
+    }
   }
 
   /// The same data that several modules read, and what one line reads of tensors that are kept.
