@@ -124,14 +124,22 @@ class Attachment:
 
         def step(original: Any, *args: Any, **kwargs: Any) -> Any:
             stepping = optimizer()
-            is_training = stepping is not None and (bool(args or kwargs) or _has_gradients(stepping))
-            if self._is_waiting and is_training and stepping in self._own_optimizers() and self._attach():
-                if _has_gradients(stepping) and self.watch is not None:
+            if not self._is_waiting or stepping is None or stepping not in self._own_optimizers():
+                return original(*args, **kwargs)
+            has_gradients = _has_gradients(stepping)
+            if (has_gradients or self._has_closure(args, kwargs)) and self._attach():
+                if has_gradients and self.watch is not None:
                     self.watch.take_earlier_gradients()
                 return stepping.step(*args, **kwargs)  # the watch has wrapped it now
             return original(*args, **kwargs)
 
         self._waiting.wrap(points.OPTIMIZER_STEP, step, of=optimizer())
+
+    def _has_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a closure is given that may train a module. FSDP may have left the optimizer parameters
+        that no module holds."""
+        has_closure = any(map(callable, (*args, *kwargs.values())))
+        return has_closure and bool(_roots_of(self._trained()))
 
     def _attach_to(self, module: nn.Module) -> bool:
         """Returns whether the module is watched from now on."""

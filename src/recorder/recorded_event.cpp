@@ -1,5 +1,7 @@
 #include "recorder/recorded_event.hpp"
 
+#include <ATen/ops/equal.h>
+
 #include <algorithm>
 #include <iterator>
 
@@ -12,6 +14,14 @@ at::Tensor Region::of(const c10::Storage& storage) const {
   const OwnWork own_work;
   const auto options = at::TensorOptions().dtype(dtype).device(storage.device());
   return at::empty({0}, options).set_(storage, offset, sizes, strides);
+}
+
+bool have_same_bits(const at::Tensor& a, const at::Tensor& b) {
+  const OwnWork own_work;
+  const auto bytes_of = [](const at::Tensor& tensor) {
+    return tensor.variable_data().reshape({-1}).contiguous().view(at::kByte);
+  };
+  return a.sizes() == b.sizes() && (a.numel() == 0 || at::equal(bytes_of(a), bytes_of(b)));
 }
 
 bool RecordedInput::is_overwritten() const {

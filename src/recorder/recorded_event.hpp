@@ -151,6 +151,9 @@ struct RecordedEvent::Data {
   ProgramCode::Caller caller;
 };
 
+/// Waits for a device.
+[[nodiscard]] bool have_same_bits(const at::Tensor& a, const at::Tensor& b);
+
 /// `events` and all events reachable from them through `links`, without duplicates.
 [[nodiscard]] RecordedEvents reached_from(RecordedEvents events,
                                           RecordedEvents RecordedEvent::Data::*links);

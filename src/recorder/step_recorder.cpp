@@ -113,16 +113,33 @@ void StepRecorder::Impl::find_maker(const at::Tensor& tensor) {
 
 StepRecorder::Impl::OwnMemory* StepRecorder::Impl::memory_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
-  const auto* storage = tensor.storage().unsafeGetStorageImpl();
-  for (const WeakStorage& each : shared) {  // numpy's array, as a tensor again
-    const auto living = each.lock();
-    if (!living || living->data() == nullptr) continue;
-    const auto begin = reinterpret_cast<std::uintptr_t>(living->data());
-    const auto at = reinterpret_cast<std::uintptr_t>(tensor.storage().data());
-    if (at >= begin && at < begin + living->nbytes()) storage = living.get();
-  }
-  const auto found = memory.find(storage);
-  return found == memory.end() ? nullptr : &found->second;
+  const auto found = memory.find(tensor.storage().unsafeGetStorageImpl());
+  if (found != memory.end()) return &found->second;
+  return shared.empty() ? nullptr : shared_memory_of(tensor);
+}
+
+StepRecorder::Impl::OwnMemory* StepRecorder::Impl::shared_memory_of(const at::Tensor& tensor) {
+  const auto at = reinterpret_cast<std::uintptr_t>(tensor.storage().data());
+  auto behind = shared.upper_bound(at);
+  if (at == 0 || behind == shared.begin()) return nullptr;
+  const auto& [begin, storage] = *--behind;
+  const auto living = storage.lock();
+  const auto found = living ? memory.find(living.get()) : memory.end();
+  return found == memory.end() || at >= begin + living->nbytes() ? nullptr : &found->second;
+}
+
+/// What shared memory holds now. Kept once for as long as it does not change.
+at::Tensor StepRecorder::Impl::content_of(OwnMemory& own, const at::Tensor& tensor) {
+  const at::Tensor& last = own.content;
+  const bool is_alike = last.defined() && tensor.is_cpu() && last.sizes() == tensor.sizes() &&
+                        last.strides() == tensor.strides() && last.dtype() == tensor.dtype();
+  if (is_alike && have_same_bits(last, tensor)) return last;
+  const std::uint64_t bytes = steady_bytes(tensor.variable_data());
+  if (bytes == 0 || kept_bytes + bytes > options.most_bytes) return {};
+  kept_bytes += bytes;
+  own.content = steady_copy(tensor.variable_data());
+  unrepeated.note(own.content, *own.shared_by);
+  return own.content;
 }
 
 RecordedValue StepRecorder::Impl::name_of(const Known& known_value, const at::Tensor& tensor) {
@@ -131,11 +148,8 @@ RecordedValue StepRecorder::Impl::name_of(const Known& known_value, const at::Te
       .index = known_value.index,
       .became_leaf = !known_value.required_grad && tensor.is_leaf() && tensor.requires_grad(),
       .is_detached = known_value.is_detached};
-  const OwnMemory* const own = shared.empty() ? nullptr : memory_of(tensor);
-  if (own != nullptr && own->shared_by) {
-    value.content = steady_copy(tensor.variable_data());
-    unrepeated.note(value.content, *own->shared_by);
-  }
+  OwnMemory* const own = shared.empty() ? nullptr : memory_of(tensor);
+  if (own != nullptr && own->shared_by) value.content = content_of(*own, tensor);
   return value;
 }
 
@@ -381,7 +395,8 @@ std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
 void StepRecorder::note_shared(const at::Tensor& tensor, std::string op) {
   Impl::OwnMemory* const own = impl_->memory_of(tensor);
   if (own == nullptr || !has_memory(tensor)) return;
-  if (!own->shared_by) impl_->shared.push_back(own->storage);
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.storage().data());
+  if (!own->shared_by && begin != 0) impl_->shared.insert_or_assign(begin, own->storage);
   own->shared_by = EarlierWrite{.op = std::move(op), .caller = impl_->caller_now()};
 }
 

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -54,6 +55,7 @@ struct StepRecorder::Impl {
     int index = 0;                          // among the maker's results
     Region region;                          // of that result
     std::optional<EarlierWrite> shared_by;  // code that is no operator, which may write to it, too
+    at::Tensor content;                     // of shared memory, when it was read last
   };
 
   struct Context final : at::ObserverContext {
@@ -105,7 +107,8 @@ struct StepRecorder::Impl {
   std::unordered_multimap<const c10::StorageImpl*, Arriving> arriving;
   std::vector<at::Tensor> read;  // by the program, before a backward
   std::vector<at::Tensor> refused;
-  std::vector<WeakStorage> shared;  // own memory that other code has, too
+  /// Own memory that other code has, too, by its address.
+  std::map<std::uintptr_t, WeakStorage> shared;
   bool has_reduced_gradients = false;
   int backwards = 0;
   std::size_t without_gradient = 0;  // operators outside of autograd
@@ -122,6 +125,9 @@ struct StepRecorder::Impl {
   [[nodiscard]] RecordedValue name_of(const Known& known, const at::Tensor& tensor);
   /// Null: no event has made it.
   OwnMemory* memory_of(const at::Tensor& tensor);
+  /// Memory that other code has handed back: numpy's array as a tensor.
+  OwnMemory* shared_memory_of(const at::Tensor& tensor);
+  at::Tensor content_of(OwnMemory& own, const at::Tensor& tensor);
 
   std::shared_ptr<RecordedEvent> new_event();
   /// Names a value that `data` reads, with all events that have written to it.

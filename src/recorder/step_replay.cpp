@@ -1,6 +1,5 @@
 // Executes the events of a recorded step again.
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/equal.h>
 
 #include <algorithm>
 #include <mutex>
@@ -40,10 +39,7 @@ void set_generator_states(const GeneratorStates& states) {
 /// Other code may have written `content` to the first pass's `tensor`.
 void write_again(const at::Tensor& tensor, const at::Tensor& content) {
   const OwnWork own_work;
-  const auto bytes_of = [](const at::Tensor& each) {
-    return each.detach().reshape({-1}).contiguous().view(at::kByte);
-  };
-  if (tensor.numel() == 0 || at::equal(bytes_of(tensor), bytes_of(content))) return;
+  if (have_same_bits(tensor, content)) return;
   tensor.detach().copy_(content);
   note_copy(content, tensor);
 }

@@ -1,4 +1,4 @@
-"""An optimizer of the program's own whose update makes NaN from finite gradients: traced, its operator and line
+"""An optimizer of the program's own whose update makes NaN of finite gradients: traced, its operator and line
 are named, and one update is one origin."""
 
 from pathlib import Path

@@ -159,7 +159,7 @@ ELSEWHERE = {
     "src/report/verdict_json.cpp": ["on_bad", "rerun", "checkpoint_dir"],
     "src/step/run_directory.cpp": ["level"],
     # Advice, examples.
-    "src/report/cause_text.cpp": ["check_params"],
+    "src/report/cause_text.cpp": ["check_params", "level"],
     "src/report/orders.cpp": ["level", "on_bad"],
     "src/recorder/step_recorder_operators.cpp": ["recorded_bytes"],
     "integrations/nanlocator/__main__.py": ["on_bad"],

@@ -570,7 +570,7 @@ class StepRecorder:
         broken, own = self._broken_by(error)
         with self.suspended():
             bad = broken.refused(own) if broken else values_refused_by(own, [], self._engine.refused())
-        if broken is not None and not bad and is_alone and is_refusal_by_operator(own):
+        if type(broken) is _BrokenCall and not bad and is_alone and is_refusal_by_operator(own):
             bad = self._refused_again(broken)
         if broken is not None and bad:
             if not broken.is_added:
@@ -585,8 +585,12 @@ class StepRecorder:
         broken.is_added = True
         others = GeneratorStates()
         others.save()
+        called = {each.payload.module for each in self._engine.needed() if type(each.payload) is _ModuleCall}
         try:
-            return [tensor for _, tensor in self.run_again() if is_bad(tensor)]
+            with contextlib.ExitStack() as buffers:
+                for module in called | broken.modules:
+                    buffers.enter_context(_restoring_buffers(module))
+                return [tensor for _, tensor in self.run_again() if is_bad(tensor)]
         except Exception:  # it cannot be executed again
             return []
         finally:
@@ -1017,6 +1021,10 @@ class _BrokenCall:
         self.is_added = False  # to the engine's events
         # Not the error itself: its traceback holds all that the call has computed.
         self._type, self._id, self._depth = type(error), id(error), len(frames_of(error))
+
+    @property
+    def modules(self) -> set[nn.Module]:
+        return {self._call.module} if isinstance(self._call, _ModuleCall) else set()
 
     def is_ended_by(self, error: BaseException) -> bool:
         return (type(error), id(error)) == (self._type, self._id)
