@@ -185,24 +185,6 @@ REGISTER_HOOK = _row(
     "loops.recorder",
     "hooks that the program registers on tensors between modules, so a re-run goes without them",
 )
-TENSOR_NUMPY = _row(
-    "torch:Tensor",
-    "numpy",
-    "loops.recorder",
-    "tensors whose memory the program shares with numpy between modules, so a re-run goes without what it "
-    "writes there",
-    is_hot=True,
-    is_traced=True,
-)
-TENSOR_DLPACK = _row(
-    "torch:Tensor",
-    "__dlpack__",
-    "loops.recorder",
-    "tensors whose memory the program shares with other libraries between modules, so a re-run goes without "
-    "what they write there",
-    is_hot=True,
-    is_traced=True,
-)
 FUNCTION_APPLY = _row(
     "torch.autograd:Function",
     "apply",

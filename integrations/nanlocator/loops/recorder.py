@@ -123,9 +123,6 @@ class StepRecorder:
         self._patches.wrap(points.FUNCTIONAL_CALL, self._around_functional_call)
         self._patches.wrap(points.RUN_BACKWARD, self._around_backward)
         self._patches.wrap(points.REGISTER_HOOK, self._around_register_hook)
-        for point in (points.TENSOR_NUMPY, points.TENSOR_DLPACK):
-            op = f"torch.Tensor.{point.attribute}"
-            self._patches.wrap(point, functools.partial(self._around_sharing, op))
         self._patches.wrap(points.MODULE_LOAD, self._around_load)
         if "torch.distributed.checkpoint" in sys.modules:
             self._patches.wrap(points.DISTRIBUTED_LOAD, self._around_load)
@@ -242,14 +239,6 @@ class StepRecorder:
             handle = original(tensor, hook)
         self._engine.add_hook(_Hook(hook, value), tensor)
         return handle
-
-    def _around_sharing(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def share(tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
-            if self.is_outside():  # a re-run module shares its memory again
-                self._engine.note_shared(tensor, op)
-            return original(tensor, *args, **kwargs)
-
-        return share
 
     def _around_receive(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def receive(group: ProcessGroup, args: Any, kwargs: Any) -> Any:
