@@ -10,6 +10,7 @@ if the script itself sets up ``LocatingOptimizer``, ``watch`` or the Trainer's c
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import multiprocessing
@@ -133,7 +134,8 @@ class Attachment:
                 return stepping.step(*args, **kwargs)  # the watch has wrapped it now
             return original(*args, **kwargs)
 
-        self._waiting.wrap(points.OPTIMIZER_STEP, step, of=optimizer())
+        with contextlib.suppress(Exception):  # a class may refuse to set it
+            self._waiting.wrap(points.OPTIMIZER_STEP, step, of=optimizer())
 
     def _has_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a closure is given that may train a module. FSDP may have left the optimizer parameters
