@@ -118,7 +118,6 @@ void bind_recorder(py::module_& m) {
           "path"_a)
       .def("value_of", &StepRecorder::value_of, "tensor"_a)
       .def("refused", &StepRecorder::refused)
-      .def("note_shared", &StepRecorder::note_shared, "tensor"_a, "op"_a)
       .def(
           "note_received",
           [](StepRecorder& r, const std::vector<at::Tensor>& tensors) { r.note_received(tensors); },

@@ -76,6 +76,14 @@ void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
   }
 }
 
+/// Numpy or another library may have the memory, too: `Tensor.numpy` fixes its size, and what
+/// `from_numpy` and `from_dlpack` make has no allocator to resize it with
+/// (torch/csrc/utils/tensor_numpy.cpp, ATen/DLConvertor.cpp).
+bool is_shared(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() &&
+         !tensor.storage().unsafeGetStorageImpl()->resizable();
+}
+
 /// Frees the state of this thread's recorder if another thread has destroyed it.
 void free_abandoned() {
   if (recorder_of_this_thread == nullptr || !recorder_of_this_thread->is_abandoned) return;
@@ -115,17 +123,19 @@ StepRecorder::Impl::OwnMemory* StepRecorder::Impl::memory_of(const at::Tensor& t
   if (!tensor.defined() || !tensor.has_storage()) return nullptr;
   const auto found = memory.find(tensor.storage().unsafeGetStorageImpl());
   if (found != memory.end()) return &found->second;
-  return shared.empty() ? nullptr : shared_memory_of(tensor);
+  return is_shared(tensor) ? memory_behind(tensor) : nullptr;
 }
 
-StepRecorder::Impl::OwnMemory* StepRecorder::Impl::shared_memory_of(const at::Tensor& tensor) {
-  const auto at = reinterpret_cast<std::uintptr_t>(tensor.storage().data());
-  auto behind = shared.upper_bound(at);
-  if (at == 0 || behind == shared.begin()) return nullptr;
-  const auto& [begin, storage] = *--behind;
-  const auto living = storage.lock();
-  const auto found = living ? memory.find(living.get()) : memory.end();
-  return found == memory.end() || at >= begin + living->nbytes() ? nullptr : &found->second;
+StepRecorder::Impl::OwnMemory* StepRecorder::Impl::memory_behind(const at::Tensor& tensor) {
+  const auto* const at = static_cast<const std::byte*>(tensor.storage().data());
+  const auto holds_it = [&](const auto& entry) {
+    const auto living = entry.second.storage.lock();
+    if (!living || living->data() == nullptr) return false;
+    const auto* const begin = static_cast<const std::byte*>(living->data());
+    return !std::less<>{}(at, begin) && std::less<>{}(at, begin + living->nbytes());
+  };
+  const auto found = at == nullptr ? memory.end() : std::ranges::find_if(memory, holds_it);
+  return found == memory.end() ? nullptr : &found->second;
 }
 
 /// What shared memory holds now. Kept once for as long as it does not change.
@@ -138,7 +148,7 @@ at::Tensor StepRecorder::Impl::content_of(OwnMemory& own, const at::Tensor& tens
   if (bytes == 0 || kept_bytes + bytes > options.most_bytes) return {};
   kept_bytes += bytes;
   own.content = steady_copy(tensor.variable_data());
-  unrepeated.note(own.content, *own.shared_by);
+  unrepeated.note(own.content, {.op = "torch.Tensor.numpy", .caller = caller_now()});
   return own.content;
 }
 
@@ -148,8 +158,8 @@ RecordedValue StepRecorder::Impl::name_of(const Known& known_value, const at::Te
       .index = known_value.index,
       .became_leaf = !known_value.required_grad && tensor.is_leaf() && tensor.requires_grad(),
       .is_detached = known_value.is_detached};
-  OwnMemory* const own = shared.empty() ? nullptr : memory_of(tensor);
-  if (own != nullptr && own->shared_by) value.content = content_of(*own, tensor);
+  OwnMemory* const own = is_shared(tensor) ? memory_of(tensor) : nullptr;
+  if (own != nullptr) value.content = content_of(*own, tensor);
   return value;
 }
 
@@ -213,7 +223,6 @@ void StepRecorder::Impl::forget_the_dead() {
 void StepRecorder::Impl::clear() {
   known.clear();
   memory.clear();
-  shared.clear();
   functions.clear();
   parameters.begin_step();
   roots.clear();
@@ -367,7 +376,6 @@ void StepRecorder::begin_step() {
   impl.has_reduced_gradients = false;
   impl.unrepeated.begin_step();
   impl.memory.clear();
-  impl.shared.clear();
   impl.functions.clear();
   impl.read.clear();
   impl.backwards = 0;
@@ -390,14 +398,6 @@ std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
   const auto* found = impl_->find(tensor);
   if (found == nullptr) return std::nullopt;
   return impl_->name_of(*found, tensor);
-}
-
-void StepRecorder::note_shared(const at::Tensor& tensor, std::string op) {
-  Impl::OwnMemory* const own = impl_->memory_of(tensor);
-  if (own == nullptr || !has_memory(tensor)) return;
-  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.storage().data());
-  if (!own->shared_by && begin != 0) impl_->shared.insert_or_assign(begin, own->storage);
-  own->shared_by = EarlierWrite{.op = std::move(op), .caller = impl_->caller_now()};
 }
 
 const std::vector<at::Tensor>& StepRecorder::refused() const noexcept {

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -52,10 +51,9 @@ struct StepRecorder::Impl {
     RecordedEvents writers;
     std::uint32_t version = 0;  // after the last write
     std::shared_ptr<const RecordedEvent> maker;
-    int index = 0;                          // among the maker's results
-    Region region;                          // of that result
-    std::optional<EarlierWrite> shared_by;  // code that is no operator, which may write to it, too
-    at::Tensor content;                     // of shared memory, when it was read last
+    int index = 0;            // among the maker's results
+    Region region;            // of that result
+    at::Tensor content = {};  // of memory that numpy has, too, when it was read last
   };
 
   struct Context final : at::ObserverContext {
@@ -107,8 +105,6 @@ struct StepRecorder::Impl {
   std::unordered_multimap<const c10::StorageImpl*, Arriving> arriving;
   std::vector<at::Tensor> read;  // by the program, before a backward
   std::vector<at::Tensor> refused;
-  /// Own memory that other code has, too, by its address.
-  std::map<std::uintptr_t, WeakStorage> shared;
   bool has_reduced_gradients = false;
   int backwards = 0;
   std::size_t without_gradient = 0;  // operators outside of autograd
@@ -125,8 +121,8 @@ struct StepRecorder::Impl {
   [[nodiscard]] RecordedValue name_of(const Known& known, const at::Tensor& tensor);
   /// Null: no event has made it.
   OwnMemory* memory_of(const at::Tensor& tensor);
-  /// Memory that other code has handed back: numpy's array as a tensor.
-  OwnMemory* shared_memory_of(const at::Tensor& tensor);
+  /// The memory that numpy or another library has handed back as this tensor.
+  OwnMemory* memory_behind(const at::Tensor& tensor);
   at::Tensor content_of(OwnMemory& own, const at::Tensor& tensor);
 
   std::shared_ptr<RecordedEvent> new_event();

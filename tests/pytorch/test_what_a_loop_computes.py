@@ -109,6 +109,14 @@ def loss_beside_second_derivatives(net, x):
     return (curvature - standardized(x).sum(1)).square().mean()
 
 
+def loss_of_what_numpy_hands_back(net, x):
+    return (net(x) - torch.from_numpy(standardized(x).numpy())).square().mean()
+
+
+def loss_of_what_dlpack_hands_back(net, x):
+    return (net(x) - torch.from_dlpack(standardized(x))).square().mean()
+
+
 def loss_behind_a_long_rollout(net, x):
     state = x
     with torch.no_grad():
@@ -147,6 +155,34 @@ def test_a_division_that_the_loop_makes_beside_its_module_is_the_origin(name):
     assert origin["operator"] in ("aten::div.Tensor", "aten::div_.Tensor")
     assert origin["owner"] == "model_author"
     assert Path(origin["code"]["file"]).name == HERE
+
+
+@pytest.mark.host
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_what_numpy_writes_to_a_tensor_of_the_step_accuses_no_machine():
+    def loss(net, x):
+        reward = x[:, 2] * 1.0
+        numbers = reward.numpy()
+        numbers -= numbers.mean()
+        numbers /= numbers.std()
+        return (net(x).sum(1) * reward).mean()
+
+    origin = the_origin(verdict_of(nn.Linear(4, 4), loss))
+    assert (origin["cause"], origin["detail"]) == ("bad_buffer", "made_earlier")
+    assert origin["operator"] == "torch.Tensor.numpy"
+    assert origin["code"]["text"] == "return (net(x).sum(1) * reward).mean()"  # which reads it
+    assert origin["owner"] == "model_author"
+
+
+@pytest.mark.host
+def test_a_tensor_that_numpy_has_only_read_keeps_its_origin():
+    def loss(net, x):
+        reward = standardized(x)
+        reward.numpy().sum()
+        return (net(x) * reward).mean()
+
+    origin = the_origin(verdict_of(nn.Linear(4, 4), loss))
+    assert origin["detail"] == "zero_over_zero"
 
 
 @pytest.mark.host

@@ -131,9 +131,6 @@ class StepRecorder {
 
   /// The event that made `tensor`; nullopt for a tensor from before or from elsewhere.
   [[nodiscard]] std::optional<RecordedValue> value_of(const at::Tensor& tensor);
-  /// Other code has the tensor's memory from now on, and may write to it: numpy, by `Tensor.numpy`.
-  /// `op` names how it got it.
-  void note_shared(const at::Tensor& tensor, std::string op);
   /// The tensors that the latest operator outside of modules was given, if an error has ended it.
   [[nodiscard]] const std::vector<at::Tensor>& refused() const noexcept;
 
