@@ -99,6 +99,7 @@ void bind_recorder(py::module_& m) {
       .def("set_parameters", &StepRecorder::set_parameters, "parameters"_a)
       .def("state_of_gradients", &StepRecorder::state_of_gradients)
       .def("changed_gradients", &StepRecorder::changed_gradients)
+      .def("zeroed_gradients", &StepRecorder::zeroed_gradients)
       .def("has_reduced_gradients", &StepRecorder::has_reduced_gradients)
       .def("note_weights", &StepRecorder::note_weights)
       .def("set_loading", &StepRecorder::set_loading, "is_loading"_a)
@@ -117,6 +118,7 @@ void bind_recorder(py::module_& m) {
           },
           "path"_a)
       .def("value_of", &StepRecorder::value_of, "tensor"_a)
+      .def("is_filled_with_bad", &StepRecorder::is_filled_with_bad, "tensor"_a)
       .def("refused", &StepRecorder::refused)
       .def(
           "note_received",

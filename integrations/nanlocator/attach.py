@@ -55,9 +55,11 @@ class Attachment:
         self.watch: Watch | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without their parameters
-        self._has_seen_optimizer = False
+        self._without_module: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._has_seen_optimizer = self._has_attached = False
         self._patches = Patches(__name__)
         self._waiting = Patches(__name__)  # waits for the first use of what an optimizer trains
+        self._waiting_for: set[type[Optimizer]] = set()
         self._is_waiting = False
         self._follow_new_optimizers()
         self._files = CheckpointFiles(lambda: None, lambda: ())  # until a watch follows them itself
@@ -71,7 +73,7 @@ class Attachment:
             self._optimizers.add(optimizer)
             self._has_seen_optimizer = True
             self._wait_for_call()
-            self._wait_for_step(weakref.ref(optimizer))
+            self._wait_for_step(type(optimizer))
 
         self._patches.wrap(points.OPTIMIZER_INIT, init)
 
@@ -119,29 +121,36 @@ class Attachment:
         self._waiting.wrap(points.RUN_BACKWARD, backward)
         follow_steps(self._waiting, step)
 
-    def _wait_for_step(self, optimizer: "weakref.ref[Optimizer]") -> None:
-        """Waits for the optimizer's first update: its closure may hold all that is trained, and the gradients
-        may be the program's own."""
+    def _wait_for_step(self, kind: type[Optimizer]) -> None:
+        """Waits for the first update of an optimizer of this class: its closure may hold all that is trained,
+        and the gradients may be the program's own. Optimizers themselves stay as they are until then: the
+        program may have wrapped their ``step``, or take over their attributes."""
+        if kind in self._waiting_for:
+            return
 
-        def step(original: Any, *args: Any, **kwargs: Any) -> Any:
-            stepping = optimizer()
-            if not self._is_waiting or stepping is None or stepping not in self._own_optimizers():
-                return original(*args, **kwargs)
-            has_gradients = _has_gradients(stepping)
-            if (has_gradients or self._has_closure(args, kwargs)) and self._attach():
-                if has_gradients and self.watch is not None:
-                    self.watch.take_earlier_gradients()
-                return stepping.step(*args, **kwargs)  # the watch has wrapped it now
-            return original(*args, **kwargs)
+        def step(original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self._is_waiting and optimizer in self._own_optimizers():
+                has_gradients = _has_gradients(optimizer)
+                is_attached = (has_gradients or self._has_closure(optimizer, args, kwargs)) and self._attach()
+                if is_attached and self.watch is not None:
+                    if has_gradients:
+                        self.watch.take_earlier_gradients()
+                    return self.watch.step(optimizer, functools.partial(original, optimizer), *args, **kwargs)
+            return original(optimizer, *args, **kwargs)
 
         with contextlib.suppress(Exception):  # a class may refuse to set it
-            self._waiting.wrap(points.OPTIMIZER_STEP, step, of=optimizer())
+            self._waiting.wrap(points.OPTIMIZER_STEP, step, of=kind)
+            self._waiting_for.add(kind)
 
-    def _has_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _has_closure(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a closure is given that may train a module. FSDP may have left the optimizer parameters
         that no module holds."""
-        has_closure = any(map(callable, (*args, *kwargs.values())))
-        return has_closure and bool(_roots_of(self._trained()))
+        if optimizer in self._without_module or not any(map(callable, (*args, *kwargs.values()))):
+            return False
+        has_module = bool(_roots_of(self._trained()))
+        if not has_module:
+            self._without_module.add(optimizer)
+        return has_module
 
     def _attach_to(self, module: nn.Module) -> bool:
         """Returns whether the module is watched from now on."""
@@ -160,24 +169,35 @@ class Attachment:
 
     def _attach(self) -> bool:
         """Returns whether the program's training is watched from now on."""
-        optimizers, trained = self._own_optimizers(), self._trained()
         self._is_waiting = False
         self._waiting.remove()
+        self._waiting_for.clear()
         self._files.remove()
         if Driver.number_made > (self.watch is not None):
             return False  # the script has its own scan
-        if self.watch is not None:  # another optimizer was constructed since
+        if self.watch is not None and self.watch.take_optimizers(self._own_optimizers()):
+            return True
+        if self.watch is not None:  # an optimizer of another model was constructed since
             self.watch.remove()
-        models = _roots_of(trained) or {"": nn.Module()}  # bare parameters
+            self.watch = None
+            gc.collect()  # an earlier model that the program has dropped
+        optimizers, trained = self._own_optimizers(), self._trained()
+        models = _roots_of(trained)
+        differentiated = set() if models else _with_gradients()
+        trains_copies = bool(differentiated)  # the program keeps float32 copies of the parameters
+        models = models or _roots_of(differentiated) or {"": nn.Module()}  # bare parameters
         try:
-            self.watch = Watch(models, optimizers, {})
+            self.watch = Watch(models, optimizers, {}, trains_copies=trains_copies)
         except (_C.Error, OSError) as error:
             _say(f"not attached: {error}")
             return False
         Driver.number_made = 1
+        self._has_attached = True
+        for each in optimizers:
+            weakref.finalize(each, self._drop_left_watch).atexit = False
         names = ", ".join(type(each).__name__ for each in optimizers)
-        held = held_parameters(models.values())
-        missing = len(trained - held)
+        trained = differentiated or trained
+        missing = len(trained - held_parameters(models.values()))
         _say(
             f"attached to {names} and {', '.join(map(class_name, models.values()))} "
             f"({len(trained)} parameters{f', {missing} of them without a name' if missing else ''}); "
@@ -185,8 +205,15 @@ class Attachment:
         )
         return True
 
+    def _drop_left_watch(self) -> None:
+        """Does not keep a model alive that the program has dropped."""
+        if self.watch is not None and self.watch.is_left:
+            self.watch.remove()
+            self.watch = None
+            Driver.number_made = 0
+
     def _say_if_nothing(self) -> None:
-        if self.watch is not None or Driver.number_made > 0 or multiprocessing.parent_process() is not None:
+        if self._has_attached or Driver.number_made > 0 or multiprocessing.parent_process() is not None:
             return
         spec = getattr(sys.modules.get("__main__"), "__spec__", None)
         if spec is not None and f"{spec.name}.".startswith(_STARTERS):
@@ -205,6 +232,11 @@ def _say(text: str) -> None:
 
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _with_gradients() -> set[torch.Tensor]:
+    """The parameters of modules that have gradients."""
+    return {p for each in _modules() for p in each.parameters(recurse=False) if p.grad is not None}
 
 
 def _is_in_transform() -> bool:
@@ -228,10 +260,14 @@ def _leaves_of(roots: Any) -> Iterator[torch.Tensor]:
                 waiting.append(following)
 
 
+def _modules() -> list[nn.Module]:
+    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+
+
 def _roots_of(trained: set[torch.Tensor]) -> dict[str, nn.Module]:
     """The outermost modules of this process that hold these parameters, as few as possible; with several,
     each is named by its class."""
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = _modules()
     children = {id(child) for each in modules for child in each.__dict__.get("_modules", {}).values()}
     roots = [each for each in modules if id(each) not in children and "_parameters" in each.__dict__]
     held = {id(root): trained.intersection(held_parameters([root])) for root in roots}

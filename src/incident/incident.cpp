@@ -100,13 +100,17 @@ Status RankEvidence::status(Phase phase, std::string_view name) const {
 
 std::optional<double> RankEvidence::absmax(Phase phase, std::string_view name) const {
   const auto position = position_of(name);
+  return position ? absmax(phase, *position) : std::nullopt;
+}
+
+std::optional<double> RankEvidence::absmax(Phase phase, std::size_t position) const {
   const Coverage* const coverage = coverage_of(phase);
-  if (!position || coverage == nullptr) return std::nullopt;
+  if (coverage == nullptr) return std::nullopt;
   const auto& ids = coverage->parameters;
-  const auto found = std::ranges::lower_bound(ids, parameter(*position).id);
+  const auto found = std::ranges::lower_bound(ids, parameter(position).id);
   const auto place = static_cast<std::size_t>(found - ids.begin());
   const bool is_known =
-      found != ids.end() && *found == parameter(*position).id && place < coverage->absmax.size();
+      found != ids.end() && *found == parameter(position).id && place < coverage->absmax.size();
   return is_known ? std::optional<double>(coverage->absmax[place]) : std::nullopt;
 }
 

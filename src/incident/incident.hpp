@@ -51,6 +51,7 @@ class RankEvidence {
   [[nodiscard]] Status status(Phase phase, std::string_view name) const;
   /// The largest finite magnitude of the parameter or its gradient in a phase that has_maxima;
   /// empty if not scanned.
+  [[nodiscard]] std::optional<double> absmax(Phase phase, std::size_t position) const;
   [[nodiscard]] std::optional<double> absmax(Phase phase, std::string_view name) const;
   /// The largest of all of them.
   [[nodiscard]] std::optional<double> absmax(Phase phase) const;

@@ -95,6 +95,7 @@ RecordedParameters::Written RecordedParameters::gradient_now(std::size_t paramet
 void RecordedParameters::note_backward() {
   are_new_ = true;
   written_.clear();
+  zeroed_.clear();
   for (std::size_t i = 0; i < parameters_.size(); ++i) written_.push_back(gradient_now(i));
 }
 
@@ -105,6 +106,23 @@ void RecordedParameters::note_write(const at::Tensor& tensor) {
   } else if (const auto place = place_of(tensor)) {
     written_[place->first] = gradient_now(place->first);
   }
+}
+
+void RecordedParameters::note_zeroed(const at::Tensor& tensor) {
+  std::optional<std::size_t> parameter = index_of(tensor);
+  if (!parameter) {  // `.grad.data`
+    const auto place = place_of(tensor);
+    if (place && tensor.numel() == parameters_[place->first].numel()) parameter = place->first;
+  }
+  if (parameter) zeroed_.insert_or_assign(*parameter, gradient_now(*parameter));
+}
+
+std::vector<at::Tensor> RecordedParameters::zeroed_gradients() const {
+  std::vector<at::Tensor> zeroed;
+  for (const auto& [parameter, written] : zeroed_) {
+    if (gradient_now(parameter) == written) zeroed.push_back(parameters_[parameter]);
+  }
+  return zeroed;
 }
 
 std::vector<at::Tensor> RecordedParameters::changed_gradients() const {

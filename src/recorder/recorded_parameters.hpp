@@ -49,6 +49,10 @@ class RecordedParameters {
   void note_backward();
   /// A recorded event may have written to `tensor`; nothing happens if it is no gradient.
   void note_write(const at::Tensor& tensor);
+  /// An operator has filled `tensor` with zeros.
+  void note_zeroed(const at::Tensor& tensor);
+  /// Parameters whose gradients the program itself has filled with zeros, and not written since.
+  [[nodiscard]] std::vector<at::Tensor> zeroed_gradients() const;
   /// Parameters with gradients that something else has written to since the step's first backward.
   [[nodiscard]] std::vector<at::Tensor> changed_gradients() const;
   /// Another number after each write to a gradient and for each new one.
@@ -77,6 +81,7 @@ class RecordedParameters {
   bool are_new_ = false;
   /// Of each parameter, after the last event that wrote it; empty before the step's first backward.
   std::vector<Written> written_;
+  std::unordered_map<std::size_t, Written> zeroed_;  // since the last backward, by parameter
 };
 
 }  // namespace nanlocator::inline recorder_room

@@ -7,7 +7,11 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
 #include <exception>
+#include <functional>
 #include <unordered_set>
 
 #include "nanlocator/error.hpp"
@@ -67,7 +71,8 @@ void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
   if (begun != nullptr && begun->is_transformed) return;
   if (--depth > 0 || context == nullptr || recorder_of_this_thread == nullptr) return;
   if (begun->info == nullptr) return;
-  if (std::uncaught_exceptions() > 0) return recorder_of_this_thread->note_refused(*begun);
+  if (std::uncaught_exceptions() > begun->uncaught)
+    return recorder_of_this_thread->note_refused(*begun);
   try {
     recorder_of_this_thread->finish(call, *begun);
   } catch (const std::exception& error) {
@@ -84,6 +89,10 @@ bool is_shared(const at::Tensor& tensor) {
          !tensor.storage().unsafeGetStorageImpl()->resizable();
 }
 
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
 /// Frees the state of this thread's recorder if another thread has destroyed it.
 void free_abandoned() {
   if (recorder_of_this_thread == nullptr || !recorder_of_this_thread->is_abandoned) return;
@@ -98,13 +107,18 @@ StepRecorder::Impl::Known* StepRecorder::Impl::find(const at::Tensor& tensor) {
   if (!tensor.defined()) return nullptr;
   if (!functions.empty() && !known.contains(tensor.unsafeGetTensorImpl())) find_maker(tensor);
   const auto found = known.find(tensor.unsafeGetTensorImpl());
-  return found == known.end() ? find_alias(tensor) : &found->second;
+  if (found == known.end()) return find_alias(tensor);
+  if (found->second.storage == storage_of(tensor)) return &found->second;
+  known.erase(found);  // the program has given it other memory: `.data = ...`
+  return nullptr;
 }
 
 StepRecorder::Impl::Known* StepRecorder::Impl::find_alias(const at::Tensor& tensor) {
-  const OwnMemory* const own = tensor.requires_grad() ? nullptr : memory_of(tensor);
+  if (tensor.requires_grad() || tensor.is_nested()) return nullptr;
+  const OwnMemory* const own = memory_of(tensor);
   if (own == nullptr || !has_memory(tensor) || !(own->region == Region::of(tensor))) return nullptr;
   Known alias{.tensor = WeakTensor(tensor.getIntrusivePtr()),
+              .storage = storage_of(tensor),
               .event = own->maker,
               .index = own->index,
               .is_detached = true};
@@ -127,29 +141,59 @@ StepRecorder::Impl::OwnMemory* StepRecorder::Impl::memory_of(const at::Tensor& t
 }
 
 StepRecorder::Impl::OwnMemory* StepRecorder::Impl::memory_behind(const at::Tensor& tensor) {
+  if (!has_seen_shared) {
+    has_seen_shared = true;
+    for (const auto& [_, own] : memory) note_address(own);
+  }
   const auto* const at = static_cast<const std::byte*>(tensor.storage().data());
-  const auto holds_it = [&](const auto& entry) {
-    const auto living = entry.second.storage.lock();
-    if (!living || living->data() == nullptr) return false;
-    const auto* const begin = static_cast<const std::byte*>(living->data());
-    return !std::less<>{}(at, begin) && std::less<>{}(at, begin + living->nbytes());
-  };
-  const auto found = at == nullptr ? memory.end() : std::ranges::find_if(memory, holds_it);
-  return found == memory.end() ? nullptr : &found->second;
+  auto behind = by_address.upper_bound(at);
+  if (at == nullptr || behind == by_address.begin()) return nullptr;
+  const auto& [begin, storage] = *--behind;
+  const auto living = storage.lock();
+  const auto found = living ? memory.find(living.get()) : memory.end();
+  return found == memory.end() || !std::less<>{}(at, begin + living->nbytes()) ? nullptr
+                                                                               : &found->second;
 }
 
-/// What shared memory holds now. Kept once for as long as it does not change.
+void StepRecorder::Impl::note_address(const OwnMemory& own) {
+  const auto living = own.storage.lock();
+  if (!living || !(living->device().is_cpu() || living->device().is_cuda())) return;
+  if (living->data() == nullptr) return;
+  by_address.insert_or_assign(static_cast<const std::byte*>(living->data()), own.storage);
+}
+
+/// What the memory holds now, as `tensor` sees it; empty if it is what its maker has left there.
+/// Kept once for as long as it does not change.
 at::Tensor StepRecorder::Impl::content_of(OwnMemory& own, const at::Tensor& tensor) {
-  const at::Tensor& last = own.content;
-  const bool is_alike = last.defined() && tensor.is_cpu() && last.sizes() == tensor.sizes() &&
-                        last.strides() == tensor.strides() && last.dtype() == tensor.dtype();
-  if (is_alike && have_same_bits(last, tensor)) return last;
-  const std::uint64_t bytes = steady_bytes(tensor.variable_data());
-  if (bytes == 0 || kept_bytes + bytes > options.most_bytes) return {};
-  kept_bytes += bytes;
-  own.content = steady_copy(tensor.variable_data());
-  unrepeated.note(own.content, {.op = "torch.Tensor.numpy", .caller = caller_now()});
-  return own.content;
+  const auto living = own.storage.lock();
+  if (!living || !tensor.is_cpu() || steady_bytes(tensor.variable_data()) == 0) return {};
+  const auto* const begin = static_cast<const std::byte*>(living->data());
+  const auto bytes = living->nbytes();
+  const bool is_alike = own.content.defined() &&
+                        static_cast<std::size_t>(own.content.numel()) == bytes &&
+                        std::memcmp(own.content.const_data_ptr(), begin, bytes) == 0;
+  if (is_alike && own.is_content_made) return {};
+  if (!is_alike) {
+    if (kept_bytes + bytes > options.most_bytes) {
+      standing_problem = too_much_for("memory that numpy has, too");
+      return {};
+    }
+    keep_content(own, *living);
+    own.is_content_made = false;
+    unrepeated.note(own.content, {.op = "torch.Tensor.numpy", .caller = caller_now()});
+  }
+  const auto first = static_cast<const std::byte*>(tensor.const_data_ptr()) - begin;
+  const OwnWork own_work;
+  return at::empty({0}, tensor.options().requires_grad(false))
+      .set_(own.content.storage(), first / static_cast<std::int64_t>(tensor.element_size()),
+            tensor.sizes(), tensor.strides());
+}
+
+void StepRecorder::Impl::keep_content(OwnMemory& own, const c10::StorageImpl& storage) {
+  const OwnWork own_work;
+  own.content = at::empty({static_cast<std::int64_t>(storage.nbytes())}, at::kByte);
+  std::memcpy(own.content.mutable_data_ptr(), storage.data(), storage.nbytes());
+  kept_bytes += storage.nbytes();
 }
 
 RecordedValue StepRecorder::Impl::name_of(const Known& known_value, const at::Tensor& tensor) {
@@ -185,18 +229,26 @@ void StepRecorder::Impl::made(const std::shared_ptr<RecordedEvent>& event, const
                               int index, bool may_be_written) {
   known.insert_or_assign(tensor.unsafeGetTensorImpl(),
                          Known{.tensor = WeakTensor(tensor.getIntrusivePtr()),
+                               .storage = storage_of(tensor),
                                .event = event,
                                .index = index,
                                .required_grad = tensor.requires_grad()});
   if (!may_be_written || !tensor.has_storage() || memory_of(tensor) != nullptr) return;
   const auto& storage = tensor.storage();
-  memory.insert_or_assign(storage.unsafeGetStorageImpl(),
-                          OwnMemory{.storage = WeakStorage(storage.getWeakStorageImpl()),
-                                    .writers = {},
-                                    .version = version_of(tensor),
-                                    .maker = event,
-                                    .index = index,
-                                    .region = tensor.is_nested() ? Region{} : Region::of(tensor)});
+  OwnMemory own{.storage = WeakStorage(storage.getWeakStorageImpl()),
+                .writers = {},
+                .version = version_of(tensor),
+                .maker = event,
+                .index = index,
+                .region = tensor.is_nested() ? Region{} : Region::of(tensor)};
+  if (has_seen_shared) note_address(own);
+  const bool is_kept = is_shared(tensor) && tensor.is_cpu() && has_memory(tensor) &&
+                       kept_bytes + storage.nbytes() <= options.most_bytes;
+  if (is_kept) {
+    keep_content(own, *storage.unsafeGetStorageImpl());
+    own.is_content_made = true;
+  }
+  memory.insert_or_assign(storage.unsafeGetStorageImpl(), std::move(own));
 }
 
 void StepRecorder::Impl::wrote(const std::shared_ptr<const RecordedEvent>& event,
@@ -211,6 +263,7 @@ void StepRecorder::Impl::forget_the_dead() {
   if (known.size() + memory.size() + unrepeated.size() < sweep_at) return;
   std::erase_if(known, [](const auto& entry) { return entry.second.tensor.expired(); });
   std::erase_if(memory, [](const auto& entry) { return entry.second.storage.expired(); });
+  std::erase_if(by_address, [](const auto& entry) { return entry.second.expired(); });
   unrepeated.forget_the_dead();
   sweep_at = std::max<std::size_t>(1024, 2 * (known.size() + memory.size() + unrepeated.size()));
   if (known.size() > kMostEvents) {
@@ -223,6 +276,7 @@ void StepRecorder::Impl::forget_the_dead() {
 void StepRecorder::Impl::clear() {
   known.clear();
   memory.clear();
+  by_address.clear();
   functions.clear();
   parameters.begin_step();
   roots.clear();
@@ -340,6 +394,10 @@ std::vector<at::Tensor> StepRecorder::changed_gradients() const {
   return impl_->parameters.changed_gradients();
 }
 
+std::vector<at::Tensor> StepRecorder::zeroed_gradients() const {
+  return impl_->parameters.zeroed_gradients();
+}
+
 bool StepRecorder::has_reduced_gradients() const noexcept {
   return impl_->has_reduced_gradients;
 }
@@ -376,8 +434,10 @@ void StepRecorder::begin_step() {
   impl.has_reduced_gradients = false;
   impl.unrepeated.begin_step();
   impl.memory.clear();
+  impl.by_address.clear();
   impl.functions.clear();
   impl.read.clear();
+  impl.refused.clear();
   impl.backwards = 0;
   impl.kept_bytes = impl.copied_on_host = impl.copied_on_device = 0;
   impl.without_gradient = 0;
@@ -398,6 +458,17 @@ std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
   const auto* found = impl_->find(tensor);
   if (found == nullptr) return std::nullopt;
   return impl_->name_of(*found, tensor);
+}
+
+bool StepRecorder::is_filled_with_bad(const at::Tensor& tensor) {
+  const auto* const found = impl_->find(tensor);
+  if (found == nullptr || found->event->data().info == nullptr) return false;
+  const auto& data = found->event->data();
+  return data.info->is_filler &&
+         std::ranges::any_of(data.arguments, [](const c10::IValue& argument) {
+           return argument.isScalar() && !argument.isComplexDouble() &&
+                  !std::isfinite(argument.toScalar().toDouble());
+         });
 }
 
 const std::vector<at::Tensor>& StepRecorder::refused() const noexcept {

@@ -4,11 +4,15 @@
 #include <ATen/record_function.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -40,6 +44,7 @@ struct StepRecorder::Impl {
 
   struct Known {
     WeakTensor tensor;
+    const c10::StorageImpl* storage = nullptr;  // only to be compared
     std::shared_ptr<const RecordedEvent> event;
     int index = 0;
     bool required_grad = false;
@@ -51,9 +56,10 @@ struct StepRecorder::Impl {
     RecordedEvents writers;
     std::uint32_t version = 0;  // after the last write
     std::shared_ptr<const RecordedEvent> maker;
-    int index = 0;            // among the maker's results
-    Region region;            // of that result
-    at::Tensor content = {};  // of memory that numpy has, too, when it was read last
+    int index = 0;                 // among the maker's results
+    Region region;                 // of that result
+    at::Tensor content = {};       // bytes, of memory that numpy has, too, when it was read last
+    bool is_content_made = false;  // by the maker; nothing else has written there since
   };
 
   struct Context final : at::ObserverContext {
@@ -63,9 +69,10 @@ struct StepRecorder::Impl {
     GeneratorStates generators;
     bool is_transformed = false;  // nothing is noted: what it calls is outermost
     bool draws = false;
-    bool is_kept = true;           // false: only what it wrote is noted
-    std::vector<at::Tensor> sent;  // of an exchange in place: the data before it
-    at::Tensor before;             // of data that is written in place: a copy of its content then
+    int uncaught = std::uncaught_exceptions();  // when it began
+    bool is_kept = true;                        // false: only what it wrote is noted
+    std::vector<at::Tensor> sent;               // of an exchange in place: the data before it
+    at::Tensor before;  // of data that is written in place: a copy of its content then
   };
 
   /// A call of a custom function.
@@ -94,6 +101,8 @@ struct StepRecorder::Impl {
   // Values that events made, by address. Their tensors may be gone (`forget_the_dead`).
   std::unordered_map<const c10::TensorImpl*, Known> known;
   std::unordered_map<const c10::StorageImpl*, OwnMemory> memory;
+  std::map<const std::byte*, WeakStorage> by_address;  // of `memory`, once `has_seen_shared`
+  bool has_seen_shared = false;  // a tensor whose memory numpy or another library may have
   std::unordered_map<std::uint64_t, Function> functions;  // by their nodes' sequence numbers
   std::size_t sweep_at = 1024;
 
@@ -123,7 +132,9 @@ struct StepRecorder::Impl {
   OwnMemory* memory_of(const at::Tensor& tensor);
   /// The memory that numpy or another library has handed back as this tensor.
   OwnMemory* memory_behind(const at::Tensor& tensor);
+  void note_address(const OwnMemory& own);
   at::Tensor content_of(OwnMemory& own, const at::Tensor& tensor);
+  void keep_content(OwnMemory& own, const c10::StorageImpl& storage);
 
   std::shared_ptr<RecordedEvent> new_event();
   /// Names a value that `data` reads, with all events that have written to it.
@@ -144,6 +155,9 @@ struct StepRecorder::Impl {
   void clear();
 
   // --- copies
+
+  /// Why a step that would keep more than the limit cannot be executed again.
+  [[nodiscard]] std::string too_much_for(std::string_view what) const;
 
   [[nodiscard]] bool may_copy(const at::Tensor& tensor) const {
     const bool is_on_host = tensor.device().is_cpu();

@@ -4,8 +4,12 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <array>
 #include <mutex>
 #include <span>
+#include <string>
+#include <string_view>
 #include <unordered_set>
 
 #include "nanlocator/replay/capture.hpp"
@@ -59,6 +63,11 @@ void note_obstacle(RecordedEvent::Data& data, const at::Tensor& tensor) {
 
 }  // namespace
 
+static bool fills_with_zeros(const OperatorInfo& info, const std::vector<c10::IValue>& arguments) {
+  if (!info.is_filler) return false;
+  return arguments.size() == 1 || (arguments[1].isScalar() && arguments[1].toScalar().equal(0));
+}
+
 std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
     const at::RecordFunction& call, const OperatorInfo& info) {
   refused.clear();
@@ -105,10 +114,22 @@ std::unique_ptr<StepRecorder::Impl::Context> StepRecorder::Impl::start(
   return context;
 }
 
+/// Whether an error of the operator may be about its inputs' values. What one that has run out of
+/// memory was given is not kept alive.
+static bool may_refuse(const OperatorInfo& info) {
+  constexpr auto kRefusing = std::to_array<std::string_view>(
+      {"linalg", "cholesky", "eig", "svd", "lstsq", "inverse", "multinomial", "bernoulli",
+       "binomial", "poisson", "normal", "binary_cross_entropy", "assert"});
+  return info.is_custom || std::ranges::any_of(kRefusing, [&](std::string_view part) {
+           return info.name.find(part) != std::string::npos;
+         });
+}
+
 void StepRecorder::Impl::note_refused(const Context& context) {
+  if (!may_refuse(*context.info)) return;
   for (const auto& argument : context.arguments) {
     for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
-      if (tensor.defined()) refused.push_back(tensor);
+      if (tensor.defined() && tensor.is_floating_point()) refused.push_back(tensor);
     });
   }
 }
@@ -255,6 +276,11 @@ bool StepRecorder::Impl::moves_data(const Context& context) {
   return are_data;
 }
 
+std::string StepRecorder::Impl::too_much_for(std::string_view what) const {
+  return "more than " + std::to_string(options.most_bytes) + " bytes would have to be kept for " +
+         std::string(what) + " (NANLOCATOR_RECORDED_BYTES)";
+}
+
 void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context) {
   const OperatorInfo& info = *context.info;
   if (!context.is_kept) return note_unkept(call, context);
@@ -364,9 +390,7 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
     }
   }
   if (is_too_much) {
-    data.problem = "more than " + std::to_string(options.most_bytes) +
-                   " bytes would have to be kept for " + info.full_name +
-                   " (NANLOCATOR_RECORDED_BYTES)";
+    data.problem = too_much_for(info.full_name);
     data.tensors.clear();
   } else {
     kept_bytes += bytes;
@@ -386,7 +410,11 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   for (const auto& tensor : written) wrote(event, tensor);
   if (writes_gradients) {
     roots.push_back(event);
-    for (const at::Tensor& tensor : given) parameters.note_write(tensor);
+    const bool are_zeroed = fills_with_zeros(info, context.arguments);
+    for (const at::Tensor& tensor : given) {
+      parameters.note_write(tensor);
+      if (are_zeroed) parameters.note_zeroed(tensor);
+    }
   }
   forget_the_dead();
 }

@@ -50,7 +50,8 @@ struct StepReplay::Impl {
   using Key = std::pair<const RecordedEvent*, int>;
   RecordedEvents events;
   std::map<Key, at::Tensor> values;
-  std::map<Key, std::uint64_t> last_read;  // the number of the event
+  mutable std::map<std::pair<Key, bool>, at::Tensor> aliases;  // and whether it is a leaf
+  std::map<Key, std::uint64_t> last_read;                      // the number of the event
 
   [[nodiscard]] at::Tensor get(const RecordedValue& value) const {
     const auto found = values.find({value.event.get(), value.index});
@@ -58,9 +59,14 @@ struct StepReplay::Impl {
       throw Error("a tensor that this step computes was not computed when it was executed again");
     }
     if (value.content.defined()) write_again(found->second, value.content);
-    if (value.is_detached) return found->second.variable_data();
-    if (value.became_leaf && !found->second.requires_grad()) found->second.requires_grad_();
-    return found->second;
+    at::Tensor tensor = found->second;
+    if (value.is_detached) {  // of the same memory, so one stands for several
+      auto& alias = aliases[{found->first, value.became_leaf}];
+      if (!alias.defined() || !alias.is_alias_of(tensor)) alias = tensor.variable_data();
+      tensor = alias;
+    }
+    if (value.became_leaf && !tensor.requires_grad()) tensor.requires_grad_();
+    return tensor;
   }
 
   void set(const RecordedEvent& event, int index, const at::Tensor& tensor) {

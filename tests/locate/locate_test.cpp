@@ -23,6 +23,7 @@ using ::testing::Field;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::IsSupersetOf;
+using ::testing::Not;
 using ::testing::Optional;
 
 constexpr const char* kQkv = "decoder.layers.1.self_attention.linear_qkv.weight";
@@ -291,6 +292,23 @@ TEST(Locate, WhereTheLossIsFiniteTheGradientsWereNotBadFromIt) {
   loss.stats = {.numel = 1, .nan = 1, .first_bad = 0};
   ledgers[0].sightings.push_back(loss);
   EXPECT_THAT(locate(ledgers, 1).origins.at(0).facts, HasFact(FactKind::all_gradients_bad));
+}
+
+TEST(Locate, GradientsOfZerosProveNothingFinite) {
+  std::vector<Ledger> ledgers = TrainingStep({.dp = 1}, {.point = Point::forward_hidden}).ledgers();
+  Ledger& ledger = ledgers[0];
+  const auto is_later = [&](const Sighting& each) {  // a relu has stopped the NaN
+    return !each.parameter.empty() && each.parameter != ledger.backward_order[0].name &&
+           each.parameter != ledger.backward_order[1].name;
+  };
+  std::erase_if(ledger.sightings, is_later);
+  const auto local = std::ranges::find(ledger.coverage, Phase::grad_local, &Coverage::phase);
+  local->absmax.assign(local->parameters.size(), 1.0F);
+  EXPECT_THAT(locate(ledgers, 1).origins.at(0).facts, Not(HasFact(FactKind::all_gradients_bad)));
+  local->absmax.assign(local->parameters.size(), 0.0F);
+  const Verdict verdict = locate(ledgers, 1);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_THAT(verdict.origins.front().facts, HasFact(FactKind::all_gradients_bad));
 }
 
 TEST(Locate, OfReplicasWhoseGradientsWereSeenAfterTheirSumTheOneWithTheBadLossIsLeft) {

@@ -92,3 +92,21 @@ def test_an_update_that_nobody_saw_is_a_suspect_beside_the_memory(capfd):
 @pytest.mark.parametrize("kind", [Adaptive, Orthogonal, Trusting])
 def test_updates_of_gradients_that_are_not_zero_are_no_finding(kind):
     assert train(kind, None, level="operators", check_params=True) is None
+
+
+class Mixed(Own):
+    def update(self, p, rate):
+        size = p.grad.norm()
+        p.sub_((p.grad / size if p.dim() > 1 else (size * 1e9 - 2).log1p()) * rate)  # the fault
+
+
+def test_an_update_counts_all_weights_that_it_has_made_bad(capfd):
+    verdict = train(Orthogonal, 3, level="operators", check_params=True)
+    (origin,) = verdict["origins"]
+    (further,) = [each for each in origin["facts"] if each["kind"] == "further_weights_bad"]
+    assert further["count"] == 3 and origin["parameter"] not in further["names"]
+
+
+def test_two_operators_of_one_line_are_two_origins():
+    verdict = train(Mixed, 3, level="operators", check_params=True)
+    assert {each["operator"] for each in verdict["origins"]} >= {"aten::div.Tensor", "aten::log1p"}

@@ -197,6 +197,15 @@ def test_a_nan_that_anomaly_mode_refuses_is_explained():
     assert (operator, cause, detail) == ("aten::div.Tensor", "operator_undefined", "derivative_at_pole")
 
 
+FILLED = ["padded = x.new_full((9, 4), float('nan'))", "padded[:8] = x", "batch = x.clone()"]
+
+
+def test_padding_that_holds_nan_on_purpose_is_not_accused_of_what_the_program_refuses():
+    lines = [*FILLED, "if step == 3: raise ValueError('NaN in file 17')"]
+    verdict, _ = verdict_of(in_loop="\n".join(lines), is_bad=False)
+    assert verdict is None
+
+
 def one_rank_refuses(rank, world_size, port, level):
     import time
 

@@ -133,9 +133,9 @@ LOSSES = {
 }
 
 
-def verdict_of(net, loss_of):
+def verdict_of(net, loss_of, **options):
     numbers = itertools.count()
-    return verdict_of_steps(net, lambda: loss_of(net, batch(next(numbers))), steps=BAD_STEP + 1)
+    return verdict_of_steps(net, lambda: loss_of(net, batch(next(numbers))), steps=BAD_STEP + 1, **options)
 
 
 def the_origin(verdict):
@@ -183,6 +183,46 @@ def test_a_tensor_that_numpy_has_only_read_keeps_its_origin():
 
     origin = the_origin(verdict_of(nn.Linear(4, 4), loss))
     assert origin["detail"] == "zero_over_zero"
+
+
+@pytest.mark.host
+def test_what_numpy_writes_beyond_the_limit_accuses_no_machine():
+    def loss(net, x):
+        reward = x * 1.0
+        numbers = reward.numpy()
+        numbers -= 1000
+        return (net(x) * (reward + 100).sqrt()).mean()
+
+    verdict = verdict_of(nn.Linear(4, 4), loss, recorded_bytes=16)
+    (origin,) = verdict["origins"]
+    assert origin["cause"] != "not_reproduced" and not verdict["decision"]["hosts"]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("value", [-1000.0, float("nan")])
+def test_a_result_that_the_program_gives_other_memory_accuses_no_machine(value):
+    def loss(net, x):
+        result = net(x)
+        result.data = torch.full((16, 4), value)
+        return (result + 100).sqrt().mean()
+
+    verdict = verdict_of(nn.Linear(4, 4), loss)
+    (origin,) = verdict["origins"]
+    assert origin["cause"] != "not_reproduced" and not verdict["decision"]["hosts"]
+
+
+@pytest.mark.host
+def test_a_detached_result_becomes_a_leaf_after_it_was_read():
+    def loss(net, x):
+        hidden = net(x)
+        leaf = hidden.data
+        scale = (leaf * 2).mean()
+        leaf.requires_grad_()
+        (slope,) = torch.autograd.grad((leaf - 100).sqrt().sum() * scale, leaf)
+        return (hidden * slope).mean()
+
+    origin = the_origin(verdict_of(nn.Linear(4, 4), loss))
+    assert origin["detail"] == "sqrt_of_negative"
 
 
 @pytest.mark.host

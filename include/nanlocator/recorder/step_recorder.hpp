@@ -108,6 +108,9 @@ class StepRecorder {
   /// Parameters whose gradients were made or written to since the last backward by something that
   /// was not recorded. Does not see writes off the dispatcher.
   [[nodiscard]] std::vector<at::Tensor> changed_gradients() const;
+  /// Parameters whose gradients the program has filled with zeros by an operator, `p.grad.zero_()`,
+  /// since the last backward.
+  [[nodiscard]] std::vector<at::Tensor> zeroed_gradients() const;
   /// True if a collective of the program itself wrote to gradients in this step, or sent them. A
   /// replay ends before it.
   [[nodiscard]] bool has_reduced_gradients() const noexcept;
@@ -131,6 +134,8 @@ class StepRecorder {
 
   /// The event that made `tensor`; nullopt for a tensor from before or from elsewhere.
   [[nodiscard]] std::optional<RecordedValue> value_of(const at::Tensor& tensor);
+  /// True if the program has made `tensor` by filling it with a NaN or Inf: `torch.full`.
+  [[nodiscard]] bool is_filled_with_bad(const at::Tensor& tensor);
   /// The tensors that the latest operator outside of modules was given, if an error has ended it.
   [[nodiscard]] const std::vector<at::Tensor>& refused() const noexcept;
 

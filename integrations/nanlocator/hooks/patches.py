@@ -70,7 +70,8 @@ class Patches:
         subscriber = _Subscriber(wrapper, point.needed_by.index(self._module))
         with lock:
             wrapped = _wrapped_now(target, name) or _Wrapped(point, target, name)
-            self._undo.append(functools.partial(wrapped.remove, subscriber))
+            # Weakly, because an optimizer's own patches must not keep it alive. The attribute holds them.
+            self._undo.append(functools.partial(_remove, weakref.ref(wrapped), weakref.ref(subscriber)))
             wrapped.add(subscriber)
 
     def put(self, point: Point, value: Any, *, of: Any = None, name: str = "") -> None:
@@ -158,7 +159,7 @@ class Operator:
 
 
 class _Subscriber:
-    __slots__ = ("is_on", "place", "wrapper")
+    __slots__ = ("__weakref__", "is_on", "place", "wrapper")
 
     def __init__(self, wrapper: Wrapper | Maker, place: int) -> None:
         self.wrapper = wrapper
@@ -221,6 +222,12 @@ class _Wrapped:
                 return
 
 
+def _remove(wrapped: "weakref.ref[_Wrapped]", subscriber: "weakref.ref[_Subscriber]") -> None:
+    living, leaving = wrapped(), subscriber()
+    if living is not None and leaving is not None:
+        living.remove(leaving)
+
+
 # By the id of the entry, which keeps the value alive.
 _all: "weakref.WeakValueDictionary[int, _Wrapped]" = weakref.WeakValueDictionary()
 
@@ -270,10 +277,20 @@ def _entry_of(wrapped: _Wrapped, point: Point, target: Any) -> Any:
 
         return types.MethodType(method, target)
 
+    is_compiling = torch.compiler.is_compiling
+
     @functools.wraps(original)
-    def entry(*args: Any, **kwargs: Any) -> Any:
+    def plain_entry(*args: Any, **kwargs: Any) -> Any:
         outer, inner = wrapped.calls
         return outer(inner, *args, **kwargs)
+
+    @functools.wraps(original)
+    def traced_entry(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return original(*args, **kwargs)
+        return plain_entry(*args, **kwargs)
+
+    entry = traced_entry if point.is_traced else plain_entry
 
     if isinstance(target, types.ModuleType):  # where pickle finds it: a program sends torch.save to a process
         entry.__module__, entry.__qualname__ = target.__name__, point.attribute

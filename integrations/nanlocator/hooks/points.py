@@ -162,6 +162,7 @@ FUNCTIONAL_CALL = _row(
     "_functional_call",
     "attach loops.recorder",
     "weights that torch.func.functional_call puts into a module, so a re-run uses the module's own",
+    is_traced=True,
 )
 MODULE_FORWARD = _row(
     "torch.nn:Module",

@@ -5,7 +5,7 @@ import itertools
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -59,6 +59,7 @@ def values_refused_by(
     given: list[torch.Tensor],
     inputs: list[torch.Tensor],
     innermost: int = _MOST_FRAMES,
+    is_filled: Callable[[torch.Tensor], bool] = lambda _: False,
 ) -> list[torch.Tensor]:
     """The tensors among the variables of a function in the traceback that ``error`` may refuse: of the
     innermost function that has any, among the ``innermost`` ones; otherwise of ``inputs``, which the operator
@@ -66,7 +67,8 @@ def values_refused_by(
 
     Where torch refuses values, each one with NaN or +Inf counts. A program fills memory with NaN on purpose,
     so where it raises the error itself without naming a NaN, only results that need a gradient and ``given``
-    count, and +Inf only where the error speaks of it. An error of torch about something else refuses none."""
+    count, and +Inf only where the error speaks of it; if it names one, all but what ``is_filled``. An error
+    of torch about something else refuses none."""
     is_torchs = _is_raised_by_torch(error)
     speaks_of_values = isinstance(error, AssertionError) or _REFUSAL.search(str(error)) is not None
     if is_torchs and not speaks_of_values:
@@ -75,8 +77,8 @@ def values_refused_by(
     others = {id(tensor) for tensor in given}
 
     def is_refused(tensor: torch.Tensor) -> bool:
-        if not (is_torchs or names_nan or tensor.requires_grad or id(tensor) in others):
-            return False
+        if not (is_torchs or tensor.requires_grad or id(tensor) in others):
+            return names_nan and has_nan(tensor) and not is_filled(tensor)
         return is_bad(tensor) if speaks_of_values else has_nan(tensor)
 
     for frame in frames_of(error)[:innermost]:

@@ -31,7 +31,12 @@ def keep_from_deepspeed(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     From now on giving it to DeepSpeed raises UsageError; the returned function ends that."""
     _followed.add(optimizer)
     _check_optimizers()
-    return lambda: _followed.discard(optimizer)
+    return functools.partial(_give_up, weakref.ref(optimizer))
+
+
+def _give_up(followed: "weakref.ref[torch.optim.Optimizer]") -> None:
+    if (optimizer := followed()) is not None:
+        _followed.discard(optimizer)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 ``LocatingOptimizer`` and the Trainer callback of ``nanlocator.transformers`` use it."""
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -43,9 +44,11 @@ from nanlocator.state.rerun import ScalerState
 
 class PlainAdapter(Adapter):
     """Args:
-        optimizers: their ``param_groups`` are the parameters, in their order.
+        optimizers: their ``param_groups`` are the parameters, in their order. They are not kept alive.
         models: give the parameters' names, the modules and the buffers; each has its own name, "" for a
             single one.
+        trains_copies: the optimizers hold float32 copies of the models' parameters, which the program keeps
+            equal: gradients and weights are the models' own then.
 
     Attributes:
         tensors: the optimizers' parameters.
@@ -57,9 +60,16 @@ class PlainAdapter(Adapter):
 
     why_no_pass = "step() was called without a closure"
 
-    def __init__(self, optimizers: list[Optimizer], models: dict[str, torch.nn.Module]) -> None:
+    def __init__(
+        self,
+        optimizers: list[Optimizer],
+        models: dict[str, torch.nn.Module],
+        *,
+        trains_copies: bool = False,
+    ) -> None:
         super().__init__()
-        self._optimizers = optimizers
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self._trains_copies = trains_copies
         self._models = models
         self.models = models.values()
         self.own_gradients: list[OwnGradients] = []
@@ -72,9 +82,22 @@ class PlainAdapter(Adapter):
         self._names = {kept.get(p, p): n for n, p in self._named("named_parameters")}
         self._are_in_place = False  # whether `check_parameters` has run
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that live, the latest last."""
+        return [each for reference in self._optimizers if (each := reference()) is not None]
+
+    def use(self, optimizer: Optimizer) -> None:
+        """``optimizer`` is the latest from now on."""
+        if self._optimizers[-1]() is not optimizer:
+            others = [each for each in self.optimizers if each is not optimizer]
+            self._optimizers = [weakref.ref(each) for each in (*others, optimizer)]
+
     def parameter_map(self) -> _C.ParameterMap:
         """From the concatenated groups as they are now; position = parameter id."""
-        groups = [list(group["params"]) for each in self._optimizers for group in each.param_groups]
+        groups = [list(group["params"]) for each in self.optimizers for group in each.param_groups]
+        if self._trains_copies:
+            groups = [[p for p in self._names if p.requires_grad]]
         self.tensors: list[torch.Tensor] = list(dict.fromkeys(p for group in groups for p in group))
         if self.tensors and self._names and self._names.keys().isdisjoint(self.tensors):
             raise _C.UsageError(
@@ -112,6 +135,12 @@ class PlainAdapter(Adapter):
         is_reduced = coordinates.dp.size * coordinates.cp.size > 1
         self.gradient_phase = "grad_reduced" if is_reduced else "grad_local"
         return _C.ParameterMap(coordinates, infos)
+
+    def used_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """The parameters whose gradients an update uses."""
+        if self._trains_copies:
+            return self.tensors
+        return [p for group in optimizer.param_groups for p in group["params"]]
 
     def names_of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         return ((shown_module(path), module) for path, module in self._named("named_modules"))
@@ -156,7 +185,9 @@ class PlainAdapter(Adapter):
         return list(range(len(self.parts))), [part.view(part.tensor) for part in self.parts]
 
     def optimizer_state(self, ids: list[int]) -> OptimizerTensors:
-        used = [(i, self.parts[i], optimizer) for i in ids for optimizer in self._optimizers]
+        latest = {p: each for each in self.optimizers for p in self.used_by(each)}
+        found = [(i, self.parts[i], latest.get(self.parts[i].tensor)) for i in ids]
+        used = [(i, part, optimizer) for i, part, optimizer in found if optimizer is not None]
         tensors = [
             (i, name, part.view(value), part.begin)
             for i, part, optimizer in used

@@ -417,6 +417,10 @@ class StepRecorder:
             if p.grad is not None and (value := self._engine.value_of(p.grad)) is not None
         }
 
+    def zeroed_gradients(self) -> list[torch.Tensor]:
+        """Parameters whose gradients the program itself has filled with zeros since the last backward."""
+        return self._engine.zeroed_gradients()
+
     def changed_gradients(self) -> list[torch.Tensor]:
         """Parameters whose gradients the program changed after its last backward in a way that a re-run does
         not repeat. It repeats operators on gradients, and ``p.grad = p.grad * 0.5``. To be asked before a
@@ -558,7 +562,9 @@ class StepRecorder:
         inside it has refused."""
         broken, own = self._broken_by(error)
         with self.suspended():
-            bad = broken.refused(own) if broken else values_refused_by(own, [], self._engine.refused())
+            is_filled = self._engine.is_filled_with_bad
+            refused = self._engine.refused()
+            bad = broken.refused(own) if broken else values_refused_by(own, [], refused, is_filled=is_filled)
         if type(broken) is _BrokenCall and not bad and is_alone and is_refusal_by_operator(own):
             bad = self._refused_again(broken)
         if broken is not None and bad:
@@ -910,6 +916,7 @@ class RecordedPass(PlainPass):
         self._recorder = recorder
         self._leftovers: dict[torch.Tensor, int] = {}
         self._changed_gradients: list[str] = []
+        self._left_is_bad = False  # a gradient of an earlier step
 
     def take_gradients(self, zeroed: set[torch.Tensor]) -> bool:
         """Before the first backward. Existing gradients that are not among ``zeroed`` belong to another
@@ -919,7 +926,8 @@ class RecordedPass(PlainPass):
             p: _version_of(p.grad) for p in self._adapter.tensors if p.grad is not None and p not in zeroed
         }
         left = [p.grad for p in self._leftovers if self._adapter.verdicts and p.grad is not None]
-        return any(map(is_bad, left))
+        self._left_is_bad = any(map(is_bad, left))
+        return self._left_is_bad
 
     @contextlib.contextmanager
     def leaving_out(self, used: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -951,17 +959,22 @@ class RecordedPass(PlainPass):
         return self._recorder.repeats_compiled_code()
 
     def obstacle(self) -> str:
-        if any(
-            p not in self._adapter.left_out and (p.grad is None or _version_of(p.grad) != version)
-            for p, version in self._leftovers.items()
-        ):
-            return "it added to gradients of an earlier step"
-        self._changed_gradients = self._describe_changed_gradients()
+        added = ["it added to gradients of an earlier step"] if self._adds_to_left() else []
+        if added and self._left_is_bad:
+            return added[0]
+        self._changed_gradients = self._describe_changed_gradients() + added
         if problem := self._recorder.problem:
             return problem
         if any(is_bad(weight.detach()) for weight in self._recorder.changed_weights()):
             return "weights changed after it used them, and are now NaN or Inf"
         return ""
+
+    def _adds_to_left(self) -> bool:
+        """Whether the step has written to gradients that existed before it."""
+        return any(
+            p not in self._adapter.left_out and (p.grad is None or _version_of(p.grad) != version)
+            for p, version in self._leftovers.items()
+        )
 
     def _describe_changed_gradients(self) -> list[str]:
         changed = [p for p in self._recorder.changed_gradients() if p not in self._adapter.left_out]

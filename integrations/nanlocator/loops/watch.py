@@ -32,7 +32,13 @@ from nanlocator.loops.evaluation import Evaluation
 from nanlocator.loops.loop_reading import LoopReading
 from nanlocator.loops.optimizer import LocatingOptimizer
 from nanlocator.loops.ownership import keep_from_deepspeed, refuse_owned
-from nanlocator.loops.plain import PlainAdapter, PlainDriver, plain_driver, scale_in_gradients
+from nanlocator.loops.plain import (
+    PlainAdapter,
+    PlainDriver,
+    held_parameters,
+    plain_driver,
+    scale_in_gradients,
+)
 from nanlocator.loops.recorder import RecordedPass, StepRecorder, WeightsState
 from nanlocator.sharding import fsdp1
 from nanlocator.sharding.pipelining import follow_steps, stages_of
@@ -83,7 +89,14 @@ class Watch(Locator):
 
     _driver: PlainDriver
 
-    def __init__(self, models: dict[str, nn.Module], optimizers: list[Optimizer], options: Options) -> None:
+    def __init__(
+        self,
+        models: dict[str, nn.Module],
+        optimizers: list[Optimizer],
+        options: Options,
+        *,
+        trains_copies: bool = False,
+    ) -> None:
         if not models or not optimizers:
             raise _C.UsageError("nanlocator.watch needs a model and an optimizer")
         if any(isinstance(each, LocatingOptimizer) for each in optimizers):
@@ -92,8 +105,8 @@ class Watch(Locator):
             )
         refuse_owned(models.values(), optimizers)
         resolved = resolve_options(options, "watch")
-        self._models, self._optimizers, self._options = models, optimizers, options
-        self._adapter = PlainAdapter(optimizers, models)
+        self._models, self._options = models, options
+        self._adapter = PlainAdapter(optimizers, models, trains_copies=trains_copies)
         self._adapter.why_no_pass = "no call of a watched model was recorded in it"
         self._adapter.loss_scale = weakly(self._loss_scale)
         self._scaler: GradScaler | None = None
@@ -101,12 +114,15 @@ class Watch(Locator):
         self._recorder = StepRecorder(self._adapter.tensors, self, resolved.recorded_bytes)
         self._driver.add_state("the weights", WeightsState(self._recorder))
         self._loop = LoopReading()
-        self._used_in_backward: dict[Optimizer, tuple[int, list[int]]] = {}  # scan group, part indices
+        self._has_had_backward = False  # one has written gradients that the optimizers use
+        # scan group, part indices
+        self._used_in_backward: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[int]]]
+        self._used_in_backward = weakref.WeakKeyDictionary()
         self._norm: torch.Tensor | None = None  # the latest that the program has taken, by squares
         self._patches = Patches(__name__)
-        for each in optimizers:
-            self._patches.on_removal(keep_from_deepspeed(each))
         self._follow_loop()
+        for each in optimizers:
+            self._follow_optimizer(each)
         self._follow_end()
         self._driver.locator.add_not_covered([*self._recorder.lost, *self._patches.lost])
 
@@ -154,11 +170,32 @@ class Watch(Locator):
         if not self._driver.is_in_pass:
             self._driver.begin_pass(RecordedPass(self._adapter, self._recorder))
 
+    @property
+    def is_left(self) -> bool:
+        """The program has dropped its optimizers, and no step is unfinished."""
+        return not (self._adapter.optimizers or self._driver.is_in_pass)
+
+    def take_optimizers(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Follows optimizers that the program has created since, as some do in each epoch. False if they train
+        other models, too."""
+        new = [each for each in optimizers if each not in self._adapter.optimizers]
+        trained = {p for each in new for group in each.param_groups for p in group["params"]}
+        if not trained <= held_parameters(self._models.values()):
+            return False
+        for each in new:
+            self._adapter.use(each)
+            self._follow_optimizer(each)
+        self._take_parameters_again()
+        return True
+
     def take_earlier_gradients(self) -> None:
         """The step has begun before this watch: its gradients are scanned, and it is not executed again."""
+        self._take_gradients_of_program("it began before nanlocator was attached")
+
+    def _take_gradients_of_program(self, why_no_rerun: str) -> None:
         self._begin()
         self._recorder.has_gradients = True
-        self._recorder.give_up("it began before nanlocator was attached")
+        self._recorder.give_up(why_no_rerun)
 
     def before_backward(self, roots: list[torch.Tensor]) -> None:
         left = self._loop.take_left_losses()
@@ -170,10 +207,11 @@ class Watch(Locator):
     def _take_gradients(self) -> None:
         step_pass = self._driver.step_pass
         if self._recorder.backwards == 0 and step_pass is not None:
-            if step_pass.take_gradients(self._loop.zeroed):
+            if step_pass.take_gradients(self._loop.zeroed.union(self._recorder.zeroed_gradients())):
                 self._driver.note_left_gradients()
 
     def after_backward(self) -> None:
+        self._has_had_backward = True
         self._loop.write_gradients()
         if not self._driver.is_in_pass:  # the engine is off while a CUDA graph is captured
             self._recorder.begin_step()
@@ -184,13 +222,16 @@ class Watch(Locator):
 
     # --- where gradients are scanned -----------------------------------------------------------------
 
-    def _scan_gradients(self, used: Iterable[torch.Tensor] = ()) -> _C.Decision:
+    def _scan_gradients(self, used: Iterable[torch.Tensor] = (), *, are_dropped: bool = False) -> _C.Decision:
         """Scans gradients that were not yet scanned, and returns the decision. ``used``: parameters whose
-        gradients the program is about to use."""
+        gradients the program is about to use, or to drop."""
         if self._recorder.is_suspended:
             return self._loop.decision
         if not (self._is_unseen or self._driver.has_ended_pass):
             used = [*used, *self._recorder.take_assigned()]
+            is_by_program = not (self._has_had_backward or are_dropped)
+            if is_by_program and any(p.grad is not None for p in used):  # float32 copies
+                self._take_gradients_of_program("the program itself writes the gradients that it uses")
         if self._is_unseen:
             self._end_pass(used)
         return self._loop.decision
@@ -327,15 +368,17 @@ class Watch(Locator):
         follow_steps(self._patches, self._schedule_step)
         if fsdp1.wrapper_class() is not None:
             wrap(points.FSDP1_CLIP, self._clip_module)
-        for optimizer in self._optimizers:
-            self._patches.on_removal(optimizer.register_step_pre_hook(note_numbers).remove)
-            self._patches.on_removal(optimizer.register_step_post_hook(self._after_update).remove)
-            for point, wrapper in (
-                (points.OPTIMIZER_STEP, self._step),
-                (points.OPTIMIZER_ZERO_GRAD, self._zero_optimizer),
-                (points.OPTIMIZER_ADD_GROUP, self._add_parameters),
-            ):
-                wrap(point, functools.partial(wrapper, optimizer), of=optimizer)
+
+    def _follow_optimizer(self, optimizer: Optimizer) -> None:
+        self._patches.on_removal(keep_from_deepspeed(optimizer))
+        self._patches.on_removal(optimizer.register_step_pre_hook(note_numbers).remove)
+        self._patches.on_removal(optimizer.register_step_post_hook(self._after_update).remove)
+        for point, wrapper in (
+            (points.OPTIMIZER_STEP, self.step),
+            (points.OPTIMIZER_ZERO_GRAD, self._zero_optimizer),
+            (points.OPTIMIZER_ADD_GROUP, self._add_parameters),
+        ):
+            self._patches.wrap(point, functools.partial(wrapper, optimizer), of=optimizer)
 
     def _wrap_everywhere(self, point: Point, wrapper: Callable[..., Any]) -> None:
         """Wraps the function in all modules that have bound it, for example by ``from torch.nn.utils import
@@ -428,11 +471,11 @@ class Watch(Locator):
 
     def _unscale(self, original: Callable[..., Any], scaler: GradScaler, optimizer: Optimizer) -> Any:
         self._scaler = scaler
-        self._scan_gradients(_parameters_of(optimizer))
+        self._scan_gradients(self._adapter.used_by(optimizer))
         with self._recorder.suspended():
             return original(scaler, optimizer)
 
-    def _step(
+    def step(
         self,
         optimizer: Optimizer,
         original: Callable[..., Any],
@@ -440,6 +483,7 @@ class Watch(Locator):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        """Takes the place of the optimizer's ``step``, which is ``original``."""
         if self._recorder.is_suspended:
             if self._recorder.is_in_backward:
                 self._use_in_backward(optimizer)
@@ -461,7 +505,7 @@ class Watch(Locator):
         self._recorder.has_update = True
         parts = self._adapter.parts
         if optimizer not in self._used_in_backward:
-            held = set(_parameters_of(optimizer))
+            held = set(self._adapter.used_by(optimizer))
             numbers = [i for i, part in enumerate(parts) if part.tensor in held]
             group = _USED_IN_BACKWARD + len(self._used_in_backward)
             self._used_in_backward[optimizer] = group, numbers
@@ -471,7 +515,7 @@ class Watch(Locator):
         self._driver.scan(self._adapter.gradient_phase, group, "grad", [i for i, _ in found], gradients)
 
     def _after_update(self, *_: Any) -> None:
-        """For a step outside of ``_step``: it began before the optimizer was watched."""
+        """For a step outside of ``step``: it began before the optimizer was watched."""
         if self._recorder.is_suspended:
             return
         if self._is_unseen:  # too late: the weights have moved
@@ -480,15 +524,16 @@ class Watch(Locator):
         self._end_step()
 
     def _update(self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._scan_gradients(_parameters_of(optimizer)) == _C.Decision.SKIP:
+        if self._scan_gradients(self._adapter.used_by(optimizer)) == _C.Decision.SKIP:
             return None
+        self._adapter.use(optimizer)
         self._driver.begin_update()
         with self._recorder.suspended():
             return original(*args, **kwargs)
 
     def _evaluate(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         loss = closure()
-        if self._scan_gradients(_parameters_of(optimizer)) == _C.Decision.SKIP:
+        if self._scan_gradients(self._adapter.used_by(optimizer)) == _C.Decision.SKIP:
             raise SkippedUpdate
         return loss
 
@@ -500,6 +545,9 @@ class Watch(Locator):
 
     def _add_parameters(self, _: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
+        self._take_parameters_again()
+
+    def _take_parameters_again(self) -> None:
         self._driver.take_parameters_again()
         self._recorder.set_parameters(self._adapter.tensors)
         self._used_in_backward.clear()
@@ -513,7 +561,7 @@ class Watch(Locator):
         **kwargs: Any,
     ) -> Any:
         zero = functools.partial(original, set_to_none, *args, **kwargs)
-        return self._zero(zero, _parameters_of(optimizer))
+        return self._zero(zero, self._adapter.used_by(optimizer))
 
     def _zero_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._zero(functools.partial(original, module, *args, **kwargs), module.parameters())
@@ -528,7 +576,7 @@ class Watch(Locator):
             self._driver.abandon()
             self._forget()
         elif ours:
-            self._scan_gradients(ours)
+            self._scan_gradients(ours, are_dropped=True)
             with self._abandoning():
                 self._end_step()
         had_backward = self._recorder.backwards > 0
@@ -542,10 +590,6 @@ class Watch(Locator):
 def _scan_at_exit(watch: "weakref.ref[Watch]") -> None:
     if (found := watch()) is not None:
         found.scan_at_end()
-
-
-def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _named_models(model: Models) -> dict[str, nn.Module]:

@@ -14,6 +14,8 @@ void look(const RankEvidence& rank, std::size_t position, Phase phase, const Bad
   if (bad != nullptr && !keep(rank, *bad)) return;
   const Status status = bad != nullptr ? Status::bad : rank.status(phase, position);
   if (step.status == Status::bad || status == Status::unknown) return;
+  const bool is_zero = status == Status::clean && rank.absmax(phase, position) == 0;
+  step.is_zero = is_zero && (step.is_zero || step.status == Status::unknown);
   step.status = status;
   step.sighting = bad != nullptr ? bad->sighting : nullptr;
 }
@@ -262,7 +264,8 @@ class FlowFinder {
 }  // namespace
 
 bool Lane::is_witness(const Step& step) const {
-  if (step.status != Status::clean || step.parameter->may_be_untouched) return false;
+  if (step.status != Status::clean || step.is_zero) return false;
+  if (step.parameter->may_be_untouched) return false;
   if (!step.parameter->is_tp_duplicate) return true;
   const Stage& stage = stages[step.stage];
   return !stage.has_unseen && !stage.bad_duplicates.contains(step.parameter->name);

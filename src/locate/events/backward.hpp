@@ -3,7 +3,8 @@
 // on the other tensor-parallel ranks.
 //
 // The activations' gradients are not scanned: they are the unknown events of these edges. A finite
-// gradient of a parameter proves those finite that backward computed before it (is_witness).
+// gradient of a parameter proves those finite that backward computed before it (is_witness), unless
+// it is zero: relu, where and max pooling stop a NaN as they stop any other gradient.
 #pragma once
 
 #include <cstddef>
@@ -28,6 +29,7 @@ struct Step {
   const ParameterRecord* parameter = nullptr;
   Status status = Status::unknown;
   const Sighting* sighting = nullptr;  // null unless bad
+  bool is_zero = false;                // every element
   bool is_in_flow = false;
 };
 
@@ -71,9 +73,10 @@ struct Lane {
   bool is_order_observed = true;
   bool has_all_stages = true;
 
-  /// True if `step` is finite and a flow would have made it bad. Not a parameter that a batch may
-  /// leave untouched, nor a tensor-parallel duplicate that is bad or unknown on another rank of its
-  /// stage: with sequence parallelism a rank sees only its own tokens.
+  /// True if `step` is finite and a flow would have made it bad. Not a gradient of zeros, nor a
+  /// parameter that a batch may leave untouched, nor a tensor-parallel duplicate that is bad or
+  /// unknown on another rank of its stage: with sequence parallelism a rank sees only its own
+  /// tokens.
   [[nodiscard]] bool is_witness(const Step& step) const;
 };
 

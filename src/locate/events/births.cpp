@@ -167,19 +167,39 @@ class Births {
         add_weight);
   }
 
-  /// One line of an optimizer makes the weights of one parameter after the other bad.
+  /// An operator in one line of an optimizer makes one parameter after the other bad.
   void fold_updates() {
-    using Line = std::tuple<std::vector<int>, std::string, int>;
+    using Line = std::tuple<std::vector<int>, std::string, int, std::string>;
     fold_by(
         born_,
         [](const Born& each) {
           const Origin& origin = each.origin;
           const bool is_update = origin.cause == Cause::optimizer_update && origin.code.has_value();
-          return is_update
-                     ? std::optional(Line(origin.candidates, origin.code->file, origin.code->line))
-                     : std::nullopt;
+          return is_update ? std::optional(Line(origin.candidates, origin.code->file,
+                                                origin.code->line, origin.op))
+                           : std::nullopt;
         },
         add_weight);
+    std::vector<Origin*> updates;
+    for (Born& each : born_) {
+      if (each.origin.cause == Cause::optimizer_update) updates.push_back(&each.origin);
+    }
+    if (updates.size() == 1) count_updated(*updates.front());
+  }
+
+  /// A trace keeps one birth of each operator and line; the scan after the update has all weights.
+  void count_updated(Origin& origin) const {
+    const RankEvidence* const rank = incident_.find(origin.candidates.front());
+    if (rank == nullptr || !rank->scanned(Phase::params_after)) return;
+    Fact further{.kind = FactKind::further_weights_bad, .phase = origin.phase, .count = 0};
+    for (const BadParameter& bad : rank->bad(Phase::params_after)) {
+      if (bad.name == origin.parameter) continue;
+      ++*further.count;
+      if (further.names.size() < kMostNames) further.names.push_back(bad.name);
+    }
+    std::erase_if(origin.facts,
+                  [](const Fact& fact) { return fact.kind == FactKind::further_weights_bad; });
+    if (*further.count > 0) origin.facts.push_back(std::move(further));
   }
 
   static void add_weight(Born& first, const Born& other) {

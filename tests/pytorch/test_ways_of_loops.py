@@ -1,0 +1,229 @@
+"""What loops do beside forward and backward: zero gradients by hand, keep float32 copies, create optimizers
+again, wrap an optimizer's step. Unedited scripts under the launcher: each fault is the division that a module
+makes in step 5, and a healthy run prints what it prints alone."""
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+from ranks import run_python
+
+MODEL = """
+import gc, sys, weakref
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+BAD = 5 if "bad" in sys.argv else 0
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 4), nn.Linear(4, 3)
+        nn.init.constant_(self.body.bias, 2.0)
+
+    def forward(self, x, step):
+        hidden = self.body(x).relu() * (step != BAD)
+        return self.head(hidden / hidden.norm(dim=-1, keepdim=True))
+
+def loss_of(model, step):
+    return model(torch.rand(6, 8), step).square().mean()
+"""
+
+ZEROED = """
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+for step in range(1, 8):
+    loss_of(model, step).backward()
+    optimizer.step()
+    for p in model.parameters():
+        {zero}
+print([float(p.sum()) for p in model.parameters()])
+"""
+
+COPIES = """
+model = Model().bfloat16()
+copies = [p.detach().float().requires_grad_() for p in model.parameters()]
+optimizer = torch.optim.Adam(copies, 1e-2)
+for step in range(1, 8):
+    model(torch.rand(6, 8).bfloat16(), step).float().square().mean().backward()
+    for p, copy in zip(model.parameters(), copies):
+        copy.grad = p.grad.float()
+    torch.nn.utils.clip_grad_norm_(copies, 1.0)
+    optimizer.step()
+    {zero}
+    with torch.no_grad():
+        for p, copy in zip(model.parameters(), copies):
+            p.copy_(copy)
+            p.grad = None
+print([float(p.sum()) for p in model.parameters()])
+"""
+
+EPOCHS = """
+model = Model()
+step = 0
+for epoch in range(4):
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(2):
+        step += 1
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+print([float(p.sum()) for p in model.parameters()])
+"""
+
+LOOPS = {
+    "zeroed in place": ZEROED.format(zero="p.grad.zero_()"),
+    "detached and zeroed": ZEROED.format(zero="p.grad.detach_(); p.grad.zero_()"),
+    "filled with 0": ZEROED.format(zero="p.grad.data.fill_(0)"),
+    "multiplied by 0": ZEROED.format(zero="p.grad *= 0"),
+    "replaced by zeros": ZEROED.format(zero="p.grad = torch.zeros_like(p)"),
+    "left": ZEROED.format(zero="pass"),
+    "float32 copies": COPIES.format(zero="optimizer.zero_grad()"),
+    "float32 copies, never zeroed": COPIES.format(zero="pass"),
+    "an optimizer for each epoch": EPOCHS,
+}
+
+
+def run(script, *arguments):
+    Path("train.py").write_text(MODEL + textwrap.dedent(script))
+    return run_python("-m", "nanlocator", "train.py", *arguments)
+
+
+@pytest.mark.parametrize("way", LOOPS)
+def test_a_division_is_located_in_its_step(way):
+    done = run(LOOPS[way], "bad")
+    assert done.returncode != 0, done.stderr
+    (path,) = Path().glob("nanlocator_run/*/verdict.json")
+    verdict = json.loads(path.read_text())
+    (origin,) = verdict["origins"]
+    assert verdict["iteration"] == 5
+    assert (origin["detail"], origin["module"]) == ("zero_over_zero", "Model")
+    assert origin["code"]["text"].startswith("return self.head(hidden / hidden.norm")
+    assert verdict["decision"]["kind"] == "DO_NOT_RESTART" and not verdict["decision"]["hosts"]
+
+
+@pytest.mark.parametrize("way", ["zeroed in place", "float32 copies", "an optimizer for each epoch"])
+def test_a_healthy_loop_is_left_as_it_is(way):
+    watched = run(LOOPS[way])
+    alone = run_python("train.py")
+    assert watched.returncode == alone.returncode == 0, watched.stderr
+    assert watched.stdout == alone.stdout
+    assert watched.stderr.count("attached to") == 1 and "without a name" not in watched.stderr
+    assert not list(Path().glob("nanlocator_run/*/verdict.json"))
+
+
+WRAPPED = """
+weight = nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weight], 0.1)
+calls, step_of_optimizer = 0, optimizer.step
+
+def step(*arguments):
+    global calls
+    calls += 1
+    return step_of_optimizer(*arguments)
+
+optimizer.step = step
+for _ in range(3):
+    (gradient,) = torch.autograd.grad((weight * 2).sum(), [weight])
+    weight.grad = gradient
+    optimizer.step()
+print(calls, weight.tolist())
+"""
+
+TAKEN_OVER = """
+class Twice:
+    def __init__(self, optimizer):
+        vars(self).update(vars(optimizer))
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.step()
+
+weight = nn.Parameter(torch.ones(3))
+optimizer = Twice(torch.optim.SGD([weight], 0.1))
+for _ in range(3):
+    weight.grad = torch.ones(3)
+    optimizer.step()
+print(weight.tolist())
+"""
+
+CLOSURE = """
+weight = nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weight], 0.1)
+calls = 0
+for _ in range(3):
+    def closure():
+        global calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+print(calls, weight.tolist())
+"""
+
+
+@pytest.mark.parametrize("script", [WRAPPED, TAKEN_OVER, CLOSURE], ids=["wrapped", "taken over", "closure"])
+def test_an_optimizer_steps_as_often_as_alone(script):
+    watched = run(script)
+    alone = run_python("train.py")
+    assert watched.returncode == alone.returncode == 0, watched.stderr
+    assert watched.stdout == alone.stdout
+
+
+TRIALS = """
+def trial(with_schedule):
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2) if with_schedule else None
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step + 1).backward()
+        optimizer.step()
+        if schedule:
+            schedule.step()
+    return weakref.ref(model)
+
+def discarded():
+    model = Model()
+    torch.optim.Adam(model.parameters(), 1e-2)
+    return weakref.ref(model)
+
+BAD = 0
+models = [trial(k % 2) for k in range(3)] + [discarded()]
+gc.collect()
+print([model() is None for model in models])
+"""
+
+
+def test_a_model_that_the_program_drops_is_freed():
+    done = run(TRIALS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[True, True, True, True]\n"
+    assert "attached to nothing" not in done.stderr
+
+
+COMPILED = """
+from torch.func import functional_call
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+call = torch.compile(
+    lambda weights, x: functional_call(model, weights, (x, 1)).sum(), backend="aot_eager", fullgraph=True
+)
+for _ in range(2):
+    optimizer.zero_grad()
+    call(dict(model.named_parameters()), torch.rand(6, 8)).backward()
+    optimizer.step()
+print("done")
+"""
+
+
+@pytest.mark.compiles
+def test_a_functional_call_is_compiled_whole():
+    done = run(COMPILED)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
