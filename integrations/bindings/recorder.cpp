@@ -153,6 +153,11 @@ void bind_recorder(py::module_& m) {
           [](StepRecorder& r, const std::vector<at::Tensor>& some,
              const std::vector<at::Tensor>& others) { return r.have_common_calls(some, others); },
           "some"_a, "others"_a)
+      .def(
+          "note_losses",
+          [](StepRecorder& r, const std::vector<at::Tensor>& losses) { r.note_losses(losses); },
+          "losses"_a)
+      .def("is_like_losses", &StepRecorder::is_like_losses, "tensor"_a, "in_function"_a)
       .def("problem", &StepRecorder::problem)
       .def("needed",
            [](const StepRecorder& r) {

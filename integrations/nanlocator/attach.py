@@ -26,8 +26,10 @@ from torch.optim import Optimizer
 from nanlocator import _C, deepspeed_scripts
 from nanlocator.calls.modules import class_name, named_by_class
 from nanlocator.engine.checkpoint_files import CheckpointFiles
+from nanlocator.engine.connection import meet
 from nanlocator.engine.driver import Driver
-from nanlocator.engine.this_rank import rank_prefix
+from nanlocator.engine.options import resolve_options
+from nanlocator.engine.this_rank import is_distributed, rank_prefix
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
 from nanlocator.loops.optimizer import LocatingOptimizer
@@ -35,6 +37,8 @@ from nanlocator.loops.plain import held_parameters
 from nanlocator.loops.watch import Watch
 from nanlocator.megatron import scripts as megatron_scripts
 from nanlocator.sharding.pipelining import follow_steps, stages_of
+
+_PATIENCE = 4  # gather_deadlines: of ranks that begin to train at different times
 
 # Programs that start other processes, which inherit the variable.
 _STARTERS = ("torch.distributed", "accelerate.", "lightning.fabric", "ray.", "deepspeed.")
@@ -61,6 +65,8 @@ class Attachment:
         self._waiting = Patches(__name__)  # waits for the first use of what an optimizer trains
         self._waiting_for: set[type[Optimizer]] = set()
         self._is_waiting = False
+        self._meetings = 0  # of all ranks
+        self._is_alone = False  # one of them has failed
         self._follow_new_optimizers()
         self._files = CheckpointFiles(lambda: None, lambda: ())  # until a watch follows them itself
         megatron_scripts.follow()
@@ -75,11 +81,22 @@ class Attachment:
             self._wait_for_call()
             self._wait_for_step(type(optimizer))
 
+        def enter_join(original: Any, join: Any) -> Any:
+            if join._enable and not self._is_alone:  # ranks make different numbers of steps in it
+                self._is_alone = True
+                if self.watch is None:
+                    self._is_waiting = False
+                    self._waiting.remove()
+                    _say("not attached: in torch.distributed.algorithms.Join, ranks step unequally often")
+            return original(join)
+
         self._patches.wrap(points.OPTIMIZER_INIT, init)
+        if torch.distributed.is_available():
+            self._patches.wrap(points.JOIN, enter_join)
 
     def _wait_for_call(self) -> None:
         """Waits for a call of a module that an optimizer trains, or a backward through its parameters."""
-        if self._is_waiting:
+        if self._is_waiting or self._is_alone:
             return
         self._is_waiting = True
 
@@ -125,7 +142,7 @@ class Attachment:
         """Waits for the first update of an optimizer of this class: its closure may hold all that is trained,
         and the gradients may be the program's own. Optimizers themselves stay as they are until then: the
         program may have wrapped their ``step``, or take over their attributes."""
-        if kind in self._waiting_for:
+        if kind in self._waiting_for or self._is_alone:
             return
 
         def step(original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -177,6 +194,8 @@ class Attachment:
             return False  # the script has its own scan
         if self.watch is not None and self.watch.take_optimizers(self._own_optimizers()):
             return True
+        if not self._meet():
+            return False
         if self.watch is not None:  # an optimizer of another model was constructed since
             self.watch.remove()
             self.watch = None
@@ -205,6 +224,23 @@ class Attachment:
         )
         return True
 
+    def _meet(self) -> bool:
+        """Whether all ranks attach. If some train something that others do not, or if one waits for another
+        before it begins, connecting would stop the program."""
+        if not is_distributed():
+            return True
+        self._meetings += 1
+        patience = _PATIENCE * resolve_options({}, "watch").gather_deadline
+        if meet(self._meetings, patience):
+            return True
+        self._is_alone = True
+        remains = "" if self.watch is None else "; what it has followed so far it follows on"
+        _say(
+            f"not attached: not all ranks had begun to train this after {patience.total_seconds():.0f} s. "
+            f"Ranks that do not train alike need nanlocator.watch(model, optimizer), called on each{remains}"
+        )
+        return False
+
     def _drop_left_watch(self) -> None:
         """Does not keep a model alive that the program has dropped."""
         if self.watch is not None and self.watch.is_left:
@@ -213,7 +249,12 @@ class Attachment:
             Driver.number_made = 0
 
     def _say_if_nothing(self) -> None:
-        if self._has_attached or Driver.number_made > 0 or multiprocessing.parent_process() is not None:
+        if (
+            self._has_attached
+            or self._is_alone
+            or Driver.number_made > 0
+            or multiprocessing.parent_process() is not None
+        ):
             return
         spec = getattr(sys.modules.get("__main__"), "__spec__", None)
         if spec is not None and f"{spec.name}.".startswith(_STARTERS):

@@ -68,14 +68,14 @@ bool is_mean_of_no_elements(const Birth& birth) {
 }
 
 /// True for a mean over no labels: the loss divides by a count of zero, or torch's own loss counts
-/// no label.
+/// no label. Not for a mean of what the program has selected: its threshold selects nothing.
 bool is_empty_loss(const Birth& birth) {
   const std::string& op = birth.sighting.op;
   // aten/src/ATen/native/LossNLL.cpp: the mean of finite inputs is NaN only if the labels' total
   // weight is zero (all of them ignore_index).
   if (op.starts_with("aten::nll_loss")) return true;
   if (birth.sighting.phase != Phase::loss) return false;
-  return is_mean_of_no_elements(birth) || detail_of(birth) == Detail::mean_of_nothing;
+  return is_mean_of_no_elements(birth);
 }
 
 /// The class of the autograd Function whose own code produced the value, or the custom operator's

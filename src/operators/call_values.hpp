@@ -32,6 +32,18 @@ void for_each_tensor_within(const c10::IValue& value, const Visit& visit) {
   }
 }
 
+/// True if a tensor among them has its values in another one: a DTensor, a collective's result that
+/// is awaited. As it stands it can be neither copied nor computed with.
+[[nodiscard]] inline bool has_subclass(c10::ArrayRef<c10::IValue> values) {
+  bool has = false;
+  for (const c10::IValue& value : values) {
+    for_each_tensor_within(value, [&](const at::Tensor& tensor) {
+      has = has || (tensor.defined() && tensor.key_set().has(c10::DispatchKey::Python));
+    });
+  }
+  return has;
+}
+
 /// callBoxed shows observers its whole stack; the call's own values are at the end.
 [[nodiscard]] inline c10::ArrayRef<c10::IValue> last_values(c10::ArrayRef<c10::IValue> values,
                                                             std::size_t count) {

@@ -1,7 +1,11 @@
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/argmax.h>
+#include <ATen/ops/isnan.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <string_view>
 #include <utility>
 
 #include "nanlocator/operators/gradient_work.hpp"
@@ -233,6 +237,12 @@ void OperatorTrace::Impl::describe(Sighting& sighting, const at::Tensor& values)
   sighting.shape = values.sizes().vec();
   if (values.is_complex()) sighting.shape.push_back(2);
   sighting.stats = stats_of(values, options.threads);
+  if (sighting.stats.nan > 0 && sighting.stats.nonfinite() > sighting.stats.nan &&
+      !values.is_complex() && has_plain_memory(values)) {  // an Inf may be a mask
+    const OwnWork own_work;
+    sighting.stats.first_bad =
+        at::isnan(values).flatten().to(at::kByte).argmax().item<std::int64_t>();
+  }
 }
 
 void OperatorTrace::Impl::note(const std::string& text) {
@@ -268,6 +278,7 @@ bool OperatorTrace::Impl::has_room_for(std::uint64_t bytes) const {
 void OperatorTrace::Impl::keep_call(TracedBirth& birth, const at::RecordFunction& call,
                                     Frame& frame) {
   if (!frame.is_captured && frame.bytes_not_captured == 0) return;
+  if (has_subclass(call.outputs())) return;
   const std::uint64_t bytes =
       frame.is_captured ? frame.capture.bytes(call) : 2 * frame.bytes_not_captured;
   const auto leave_out = [&] {  // holds the lock
@@ -496,9 +507,15 @@ static bool is_memory_of_outer_operator(const at::Tensor& values, ThreadFrames& 
 
 /// `tensor * float("nan")`, `tensor[i] = float("nan")`: Python makes the number's tensor without
 /// the dispatcher (torch/csrc/autograd/python_variable_indexing.cpp). False for an element of a
-/// larger tensor.
-static bool is_number(const at::Tensor& values) {
-  return values.dim() == 0 && values.storage().nbytes() == values.nbytes();
+/// larger tensor, and for a tensor without dimensions that is computed with: the program keeps it.
+static bool is_number(const at::Tensor& values, ThreadFrames& frames) {
+  if (values.dim() != 0 || values.storage().nbytes() != values.nbytes()) return false;
+  if (values.unsafeGetTensorImpl()->is_wrapped_number()) return true;
+  constexpr auto kAssigning = std::to_array<std::string_view>(
+      {"aten::fill_", "aten::copy_", "aten::index_put_", "aten::_index_put_impl_"});
+  const Frame* const reader = frames.above(0);
+  return reader == nullptr || reader->info == nullptr ||
+         std::ranges::count(kAssigning, reader->info->name) > 0;
 }
 
 Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& frames) {
@@ -566,7 +583,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
                 : root.place       ? *root.place
                                    : current_place(frames));
     root.last_seen = LastSeen::allocated;
-  } else if (!root.declared && is_number(values)) {
+  } else if (!root.declared && is_number(values, frames)) {
     root.kind = BirthKind::literal;
   } else if (!root.declared && is_memory_of_kernel(values, 0, frames)) {
     root.is_temporary = true;

@@ -155,6 +155,7 @@ bool OperatorTrace::Impl::has_known_nan(const Frame& operation) {
 
 void OperatorTrace::Impl::capture(const at::RecordFunction& call, Frame& frame) {
   if (has_known_nan(frame)) return;  // bad outputs come from it: no birth
+  if (has_subclass(call.inputs())) return;
   std::uint64_t wanted = 0;
   frame.is_captured = frame.capture.begin(call, *frame.info->facts, [&](std::uint64_t bytes) {
     wanted = bytes;

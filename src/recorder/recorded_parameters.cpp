@@ -5,7 +5,12 @@ namespace nanlocator::inline recorder_room {
 void RecordedParameters::set(std::vector<at::Tensor> parameters) {
   parameters_ = std::move(parameters);
   members_.clear();
-  for (const auto& each : parameters_) members_.insert(each.unsafeGetTensorImpl());
+  by_storage_.clear();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& each = parameters_[i];
+    members_.insert(each.unsafeGetTensorImpl());
+    if (has_memory(each)) by_storage_.emplace(each.storage().unsafeGetStorageImpl(), i);
+  }
   std::erase_if(program_writes_, [&](const auto& each) { return !members_.contains(each.first); });
   begin_step();
   note_weights();
@@ -22,6 +27,14 @@ std::vector<at::Tensor> RecordedParameters::changed_weights() const {
     if (version_of(parameters_[i]) != versions_[i]) changed.push_back(parameters_[i]);
   }
   return changed;
+}
+
+const at::Tensor* RecordedParameters::holder_of(const at::Tensor& tensor) const {
+  if (!has_memory(tensor)) return nullptr;
+  const auto found = by_storage_.find(tensor.storage().unsafeGetStorageImpl());
+  if (found == by_storage_.end()) return nullptr;
+  const at::Tensor& parameter = parameters_[found->second];
+  return parameter.is_alias_of(tensor) ? &parameter : nullptr;
 }
 
 void RecordedParameters::note_program_write(const at::Tensor& tensor, EarlierWrite write) {

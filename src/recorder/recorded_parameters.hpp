@@ -28,7 +28,9 @@ class RecordedParameters {
   [[nodiscard]] bool contain(const at::Tensor& tensor) const {
     return members_.contains(tensor.unsafeGetTensorImpl());
   }
-  /// The program itself has written to all of this parameter.
+  /// The parameter in whose memory `tensor` lies, `.data` or a part of it; null for other memory.
+  [[nodiscard]] const at::Tensor* holder_of(const at::Tensor& tensor) const;
+  /// The program itself has written to this parameter.
   void note_program_write(const at::Tensor& tensor, EarlierWrite write);
   /// Tells operator traces of weights that nothing else has written to since.
   void tell_traces() const;
@@ -75,6 +77,7 @@ class RecordedParameters {
   };
   std::unordered_map<const c10::TensorImpl*, ProgramWrite> program_writes_;  // to parameters_
   std::unordered_set<const c10::TensorImpl*> members_;                       // of parameters_
+  std::unordered_map<const c10::StorageImpl*, std::size_t> by_storage_;      // one of several
   std::vector<std::uint32_t> versions_;  // of the parameters, at the last `note_weights`
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_tensor_;  // to the parameter's index
   std::unordered_multimap<const c10::StorageImpl*, std::size_t> by_memory_;

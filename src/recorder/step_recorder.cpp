@@ -197,6 +197,10 @@ void StepRecorder::Impl::keep_content(OwnMemory& own, const c10::StorageImpl& st
 }
 
 RecordedValue StepRecorder::Impl::name_of(const Known& known_value, const at::Tensor& tensor) {
+  if (!known_value.required_grad && tensor.requires_grad() && !tensor.is_leaf()) {
+    standing_problem =
+        "a result of it got its gradient from no operator (a function of torch.jit.script?)";
+  }
   RecordedValue value{
       .event = known_value.event,
       .index = known_value.index,
@@ -575,6 +579,33 @@ bool StepRecorder::have_common_calls(std::span<const at::Tensor> some,
   if (!of_some || !of_others) return true;
   return std::ranges::any_of(*of_some,
                              [&](const RecordedEvent* call) { return of_others->contains(call); });
+}
+
+void StepRecorder::note_losses(std::span<const at::Tensor> losses) {
+  constexpr int kSteps = 3;  // from a loss's scaled sum with another one, for example
+  constexpr std::size_t kMost = 64;
+  RecordedEvents events;
+  for (const at::Tensor& loss : losses) {
+    if (const auto* const found = impl_->find(loss)) events.push_back(found->event);
+  }
+  for (int step = 0; step < kSteps && events.size() <= kMost; ++step) {
+    RecordedEvents before;
+    for (const auto& event : events) {
+      const ProgramCode::Position& user = event->data().caller.user;
+      impl_->loss_lines.insert({user.code, user.line});
+      impl_->loss_lines.insert({user.code, 0});
+      for (const RecordedValue& input : event->data().inputs) before.push_back(input.event);
+    }
+    events = std::move(before);
+  }
+}
+
+bool StepRecorder::is_like_losses(const at::Tensor& tensor, bool in_function) {
+  const auto* const found = impl_->find(tensor);
+  if (found == nullptr || impl_->loss_lines.empty()) return true;
+  const ProgramCode::Position& user = found->event->data().caller.user;
+  return user.code == nullptr ||
+         impl_->loss_lines.contains({user.code, in_function ? 0 : user.line});
 }
 
 std::vector<at::Tensor> StepRecorder::unfinished() const {

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -105,6 +106,8 @@ struct StepRecorder::Impl {
   bool has_seen_shared = false;  // a tensor whose memory numpy or another library may have
   std::unordered_map<std::uint64_t, Function> functions;  // by their nodes' sequence numbers
   std::size_t sweep_at = 1024;
+  /// That have made losses; line 0 stands for the whole function.
+  std::set<std::pair<const void*, int>> loss_lines;
 
   // Of this step.
   std::uint64_t next_number = 0;

@@ -318,9 +318,9 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
         writes_gradients = writes_gradients || input.gradient_of.defined();
         const bool is_of_step = own != nullptr || input.gradient_of.defined() || is_begun;
         if (!is_of_step) elsewhere.push_back(tensor);
-        if (!is_of_step && info.arguments[i] == ArgumentUse::overwritten &&
-            parameters.contain(tensor) && !(is_loading && moves_data(context))) {
-          parameters.note_program_write(tensor, {.op = info.full_name, .caller = caller_now()});
+        const at::Tensor* const weight = own == nullptr ? parameters.holder_of(tensor) : nullptr;
+        if (weight != nullptr && !(is_loading && moves_data(context))) {
+          parameters.note_program_write(*weight, {.op = info.full_name, .caller = caller_now()});
         }
         if (own != nullptr) written.push_back(tensor);
       }

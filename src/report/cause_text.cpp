@@ -738,8 +738,11 @@ std::vector<std::string> steps_text(const Origin& origin) {
             "wait until it is filled, and it must wait until the step has read it",
             "if both wait, inspect the samples of this batch"};
       }
-      return {"inspect the samples of this batch" +
-              std::string(origin.bundle.empty() ? "" : "; the tensor is in the bundle")};
+      return {
+          "inspect the samples of this batch" +
+              std::string(origin.bundle.empty() ? "" : "; the tensor is in the bundle"),
+          "if they are finite, inspect the code that prepares them where nothing is recorded: a "
+          "Dataset, a transform, numpy, another thread"};
     case Action::guard_empty_loss:
       return {"find why no label of this batch counts" + std::string(ignored_of(origin)),
               "where that may happen, sum the losses and divide by max(count, 1)"};

@@ -1,5 +1,7 @@
 #include "report/error_code.hpp"
 
+#include "nanlocator/verdict/cause_table.hpp"
+
 namespace nanlocator::inline report_room {
 namespace {
 
@@ -59,6 +61,7 @@ std::string error_code_of(const Origin& origin) {
   switch (origin.cause) {
     case Cause::bad_weight:
       if (has_fact(origin.facts, FactKind::update_undefined)) return "bad_update";
+      if (was_changed_in_place(origin)) return "changed_weight";
       if (origin.detail == Detail::made_earlier) return "written_weight";
       return has_fact(origin.facts, FactKind::copies_clean) ? "weight_copy" : "bad_weight";
     case Cause::bad_buffer:

@@ -659,7 +659,7 @@ std::string plain_text(const Fact& fact) {
     case members_got_other_bits:
       return other_results_text(fact);
     case every_copy_bad:
-      return "every scanned copy of it is bad, so no single device made it so";
+      return "every scanned copy of it is bad";
     case no_copy_elsewhere:
       return "no rank that scanned it holds a copy to compare it with";
     case copies_not_scanned:

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <map>
 #include <utility>
@@ -58,6 +59,16 @@ RerunPasses::~RerunPasses() {
   stop_tracing();
 }
 
+/// Out of memory, or a kernel that has failed: the program must learn of it. Other errors only show
+/// that the step cannot be executed again, since the program got no error from it.
+static bool is_of_machine(std::string_view problem) {
+  constexpr auto kOfMachine = std::to_array<std::string_view>(
+      {"MemoryError", "OutOfMemoryError", "AcceleratorError", "CUDA error", "out of memory"});
+  return std::ranges::any_of(kOfMachine, [&](std::string_view each) {
+    return problem.find(each) != std::string_view::npos;
+  });
+}
+
 Pass RerunPasses::run(const ForwardBackward& forward_backward,
                       const std::function<void(const Pass&)>& when_bad) {
   Pass pass;
@@ -92,8 +103,7 @@ Pass RerunPasses::run(const ForwardBackward& forward_backward,
     // If a thread of the program has changed the data, the failure is not the step's error.
     const std::string changed = changed_data_after_failure();
     if (!changed.empty()) pass.problem += " (" + changed + ")";
-    pass.is_failure_own =
-        why_aborted.empty() && changed.empty() && !is_failure_of_peers(pass.problem);
+    pass.is_failure_own = why_aborted.empty() && changed.empty() && is_of_machine(pass.problem);
   } catch (...) {  // an interrupt; it also ends the step
     guard.reset();
     locator.rerun_has_failed("it was interrupted");

@@ -88,6 +88,22 @@ bool is_made_earlier(const Origin& origin) {
   return origin.detail == Detail::made_earlier;
 }
 
+}  // namespace
+
+bool was_changed_in_place(const Origin& origin) {
+  constexpr auto kOverwriting = std::to_array<std::string_view>(
+      {"aten::copy_", "aten::fill_", "aten::zero_", "aten::set_", "aten::normal_", "aten::uniform_",
+       "aten::random_", "aten::exponential_", "aten::bernoulli_", "aten::cauchy_",
+       "aten::log_normal_", "aten::geometric_"});
+  const std::string_view op = origin.op;
+  return origin.cause == Cause::bad_weight && is_made_earlier(origin) && op.starts_with("aten::") &&
+         std::ranges::none_of(kOverwriting, [&](std::string_view each) {
+           return op.starts_with(each) && (op.size() == each.size() || op[each.size()] == '.');
+         });
+}
+
+namespace {
+
 /// True if the fault recurred with the same data: no accident of a machine.
 bool is_repeated(const Origin& origin) {
   return has<FactKind::rerun_identical, FactKind::rerun_differs>(origin) &&
@@ -396,6 +412,7 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
 std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) {
   std::vector<Suspect> left = row.suspects;
   const auto drop = [&](auto... suspects) { (std::erase(left, suspects), ...); };
+  if (was_changed_in_place(origin)) return {Suspect::last_update};
   if (origin.cause == Cause::bad_weight && is_made_earlier(origin)) return {};
   if (origin.cause == Cause::bad_weight && was_damaged_later(origin)) {
     if (has<FactKind::copies_clean>(origin)) {
@@ -469,6 +486,7 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
     return Confidence::medium;
   }
   if (origin.detail == Detail::custom_code) return Confidence::medium;
+  if (was_changed_in_place(origin)) return Confidence::low;
   if (origin.detail == Detail::made_earlier) return Confidence::medium;
   if (origin.detail == Detail::rewritten) return Confidence::low;
   if (has<FactKind::update_undefined>(origin)) return Confidence::medium;
@@ -496,7 +514,21 @@ const CauseRow& row_of(Cause cause) {
   return table()[static_cast<std::size_t>(cause)];
 }
 
+/// Whether one copy of the weight was changed alone, by something that no rank's code does: not if
+/// the update or the program itself made it bad, nor if whole weights are bad.
+static bool was_one_copy_damaged(const Origin& origin) {
+  if (has<FactKind::update_undefined>(origin) || is_made_earlier(origin)) return false;
+  if (!origin.tensor || !has<FactKind::further_weights_bad>(origin)) return true;
+  std::int64_t elements = 1;
+  for (const std::int64_t size : origin.tensor->shape) elements *= size;
+  return origin.tensor->nan + origin.tensor->pos_inf + origin.tensor->neg_inf < elements;
+}
+
 void complete(Origin& origin) {
+  if (origin.cause == Cause::bad_weight && !was_one_copy_damaged(origin)) {
+    std::erase_if(origin.facts,
+                  [](const Fact& fact) { return fact.kind == FactKind::copies_clean; });
+  }
   const CauseRow& row = row_of(origin.cause);
   const auto rule =
       std::ranges::find_if(row.actions, [&](const ActionRule& each) { return each.fits(origin); });

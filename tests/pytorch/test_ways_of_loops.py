@@ -73,6 +73,63 @@ for epoch in range(4):
 print([float(p.sum()) for p in model.parameters()])
 """
 
+SCALED = """
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+for step in range(1, 8):
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of(model, step)
+    loss = loss.float() * (1e8 if step in (2, 3) else 1)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print(scaler.get_scale(), [float(p.sum()) for p in model.parameters()])
+"""
+
+EVALUATED = """
+model = Model()
+optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=4)
+for step in range(1, 8):
+    batch, calls = torch.rand(6, 8), 0
+
+    def closure():
+        global calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = model(batch, step if calls == 3 else -1).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+print([float(p.sum()) for p in model.parameters()])
+"""
+
+SKIPPING = """
+model = Model()
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+for step in range(1, 8):
+    loss = loss_of(model, step)
+    if not torch.isfinite(loss):
+        continue
+    {zero}
+    (loss * 2 + 0.1).backward()
+    optimizer.step()
+"""
+
+MEASURING = """
+model = Model()
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+for step in range(1, 8):
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    optimizer.step()
+    measured = model(torch.rand(6, 8), BAD).square().mean()
+    print(measured.item())
+    del measured
+"""
+
 LOOPS = {
     "zeroed in place": ZEROED.format(zero="p.grad.zero_()"),
     "detached and zeroed": ZEROED.format(zero="p.grad.detach_(); p.grad.zero_()"),
@@ -83,6 +140,12 @@ LOOPS = {
     "float32 copies": COPIES.format(zero="optimizer.zero_grad()"),
     "float32 copies, never zeroed": COPIES.format(zero="pass"),
     "an optimizer for each epoch": EPOCHS,
+    "updates that a scaler leaves out": SCALED,
+    "several evaluations in a step": EVALUATED,
+    "bad losses skipped": SKIPPING.format(zero="optimizer.zero_grad()"),
+    "bad losses skipped, gradients dropped": SKIPPING.format(
+        zero="for p in model.parameters(): p.grad = None"
+    ),
 }
 
 
@@ -104,13 +167,19 @@ def test_a_division_is_located_in_its_step(way):
     assert verdict["decision"]["kind"] == "DO_NOT_RESTART" and not verdict["decision"]["hosts"]
 
 
-@pytest.mark.parametrize("way", ["zeroed in place", "float32 copies", "an optimizer for each epoch"])
+@pytest.mark.parametrize("way", ["zeroed in place", *list(LOOPS)[-7:-2]])
 def test_a_healthy_loop_is_left_as_it_is(way):
     watched = run(LOOPS[way])
     alone = run_python("train.py")
     assert watched.returncode == alone.returncode == 0, watched.stderr
     assert watched.stdout == alone.stdout
     assert watched.stderr.count("attached to") == 1 and "without a name" not in watched.stderr
+    assert not list(Path().glob("nanlocator_run/*/verdict.json"))
+
+
+def test_a_bad_number_that_the_program_has_only_measured_is_no_step():
+    done = run(MEASURING)
+    assert done.returncode == 0 and done.stdout.count("nan") == 7, done.stderr
     assert not list(Path().glob("nanlocator_run/*/verdict.json"))
 
 
@@ -227,3 +296,133 @@ print("done")
 def test_a_functional_call_is_compiled_whole():
     done = run(COMPILED)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def verdict_of(script):
+    done = run(script, "bad")
+    assert done.returncode != 0, done.stderr
+    (path,) = Path().glob("nanlocator_run/*/verdict.json")
+    return json.loads(path.read_text()), done
+
+
+WRITTEN = """
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(1, 8):
+    model(torch.randn(6, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        for p in model.parameters():
+            {write}
+"""
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "p.add_(p * 0 / (0 if step == BAD else 1))",
+        "p.data.mul_(float('nan') if step == BAD else 1)",
+        "p[0].div_(0.0 if step == BAD else 1.0).sub_(p[0])",
+    ],
+    ids=["in place", "its data", "a part of it"],
+)
+def test_a_weight_that_the_program_has_changed_in_place_accuses_no_machine(write):
+    verdict, done = verdict_of(WRITTEN.format(write=write))
+    (origin,) = verdict["origins"]
+    assert (origin["cause"], origin["detail"]) == ("bad_weight", "made_earlier")
+    assert origin["alternatives"] == ["last_update"] and origin["code"]["text"] == write
+    assert "ERROR[changed_weight]" in done.stderr and not verdict["decision"]["hosts"]
+
+
+KEPT = """
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mean = nn.Linear(4, 4), None
+
+    def forward(self, x, step):
+        hidden = self.layer(x)
+        if self.mean is not None:
+            hidden = hidden - self.mean
+        with torch.no_grad():
+            self.mean = torch.log(x.abs().min() * (step != BAD)) * 1e-3
+        return hidden
+
+model = Keeping()
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(1, 8):
+    model(torch.randn(6, 4), step).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_tensor_without_dimensions_that_a_module_keeps_is_no_number_of_the_program():
+    verdict, _ = verdict_of(KEPT)
+    (origin,) = verdict["origins"]
+    assert verdict["iteration"] == 6
+    assert (origin["cause"], origin["code"]["text"]) == ("bad_buffer", "hidden = hidden - self.mean")
+
+
+MASKED = """
+model = nn.Linear(4, 5)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(1, 8):
+    scores = model(torch.randn(6, 4)).index_fill(1, torch.tensor([1]), float("-inf"))
+    if step == BAD:
+        scores = scores.index_fill(0, torch.tensor([3]), float("-inf"))
+    chances = (scores - scores.logsumexp(1, keepdim=True)).exp()
+    optimizer.zero_grad()
+    chances.square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_the_element_shown_is_the_nan_and_no_masked_one():
+    verdict, _ = verdict_of(MASKED)
+    (origin,) = verdict["origins"]
+    assert origin["tensor"]["first_bad_index"] == [3, 0]
+
+
+SELECTED = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(1, 8):
+    loss = model(torch.randn(6, 4)).square()
+    hard = loss[loss > (1e9 if step == BAD else -1)]
+    optimizer.zero_grad()
+    hard.mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_selection_of_nothing_is_no_batch_without_labels():
+    verdict, _ = verdict_of(SELECTED)
+    (origin,) = verdict["origins"]
+    assert (origin["cause"], origin["detail"]) == ("operator_undefined", "mean_of_nothing")
+    assert verdict["decision"]["kind"] == "DO_NOT_RESTART"
+
+
+SCRIPTED = """
+@torch.jit.script
+def dice(p: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return 1 - 2 * (p * t).sum() / (p.sum() + t.sum())
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(1, 8):
+    loss = dice(torch.sigmoid(model(torch.rand(8, 4))), torch.rand(8, 1))
+    if step == BAD:
+        loss = loss * float("nan")
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scripted_function_that_cannot_be_executed_again_ends_by_the_finding():
+    verdict, done = verdict_of(SCRIPTED)
+    assert verdict["iteration"] == 5 and "torch.jit.script" in verdict["rerun"]["why_not"]
+    assert done.stderr.rstrip().splitlines()[-2].startswith("nanlocator.NonFiniteGradientError")

@@ -175,6 +175,12 @@ class StepRecorder {
   /// True if tensors of both lists were computed from the same call, or if this is unknown.
   [[nodiscard]] bool have_common_calls(std::span<const at::Tensor> some,
                                        std::span<const at::Tensor> others);
+  /// A backward begins from these: their lines, and those of what they were computed from last, are
+  /// remembered over steps.
+  void note_losses(std::span<const at::Tensor> losses);
+  /// True if a line of the program that has made losses (`in_function`: a function) has made
+  /// `tensor`, or if that is unknown. False for what the program only measures.
+  [[nodiscard]] bool is_like_losses(const at::Tensor& tensor, bool in_function);
   /// Why they cannot be executed again, a clause: "..., as {problem}"; empty if they can.
   [[nodiscard]] std::string problem() const;
   /// Live tensors and events, for tests.

@@ -25,6 +25,10 @@ struct CauseRow {
 
 [[nodiscard]] const CauseRow& row_of(Cause cause);
 
+/// True for a bad weight that an operator in place of the program's own changed last: it may have
+/// been bad before.
+[[nodiscard]] bool was_changed_in_place(const Origin& origin);
+
 /// Sets what follows from an origin's cause, detail and facts: owner, action, refutation,
 /// confidence in the cause, alternatives. Runs last on an origin.
 void complete(Origin& origin);

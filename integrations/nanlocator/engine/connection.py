@@ -3,6 +3,8 @@
 import atexit
 import datetime
 import os
+import sys
+import time
 import weakref
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch.distributed as dist
 from nanlocator import _C
 from nanlocator.engine.endings import ending_error, first_line, is_failure_of_peers
 from nanlocator.engine.errors import NonFiniteGradientError
-from nanlocator.engine.this_rank import is_distributed
+from nanlocator.engine.this_rank import is_distributed, rank_prefix
+
+_QUIET = 10.0  # seconds
+_BETWEEN_LOOKS = 0.02
 
 
 class RankConnection:
@@ -49,6 +54,33 @@ class RankConnection:
 def connect(options: _C.LocatorOptions) -> RankConnection | None:
     """Returns None for a single process. Collective."""
     return RankConnection(options.gather_deadline) if is_distributed() else None
+
+
+def meet(number: int, patience: datetime.timedelta) -> bool:
+    """Whether all ranks call this, so that they can connect: in a program that does not know of it, some may
+    wait for others that come later, or never train. Exchanges keys of the Store alone. All ranks that call
+    it get the same answer, those that come too late at once.
+
+    Args:
+        number: of the meeting, counted alike on all ranks.
+    """
+    store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    here, outcome = f"nanlocator/meeting/{number}/here", f"nanlocator/meeting/{number}/outcome"
+    if store.add(here, 1) >= size:
+        return bool(store.compare_set(outcome, "", "all") == b"all")
+    begun, has_said = time.monotonic(), False
+    # Not `wait`, which would keep other threads from the Store.
+    while not store.check([outcome]) and (waited := time.monotonic() - begun) < patience.total_seconds():
+        if waited > _QUIET and not has_said:
+            has_said = True
+            print(
+                f"nanlocator: {rank_prefix()}waits for ranks that do not train yet "
+                f"({store.add(here, 0)} of {size} do), at most {patience.total_seconds():.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(_BETWEEN_LOOKS)
+    return bool(store.compare_set(outcome, "", "some") == b"all")
 
 
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:

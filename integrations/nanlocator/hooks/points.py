@@ -216,6 +216,18 @@ OPTIMIZER_ADD_GROUP = _row(
     on_objects=True,
 )
 SCALE = _row("torch.amp.grad_scaler:GradScaler", "scale", "loops.watch", "losses before scaling")
+JOIN = _row(
+    "torch.distributed.algorithms.join:Join",
+    "__enter__",
+    "attach loops.watch",
+    "programs whose ranks make different numbers of steps, which may hang",
+)
+SCALER_STEP = _row(
+    "torch.amp.grad_scaler:GradScaler",
+    "step",
+    "loops.watch",
+    "steps whose update a GradScaler leaves out, so later steps are numbered too low",
+)
 UNSCALE = _row(
     "torch.amp.grad_scaler:GradScaler",
     "unscale_",

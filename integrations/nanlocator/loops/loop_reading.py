@@ -28,25 +28,26 @@ class LoopReading:
         self.decision = _C.Decision.PROCEED
         self._is_left = False  # gradients were zeroed before the backward of the values computed so far
         self._left_losses: list[torch.Tensor] = []
+        self._are_zeroed = False
 
     def begin_forward(
         self,
         read: list[torch.Tensor],
         bad_among: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> None:
-        """``read``: values that the program has read since the last forward. If it has then zeroed its
-        gradients, it has abandoned their step."""
-        if read and self._is_left and not self._left_losses:
-            self._left_losses = bad_among(read)
+        """``read``: values that wait for a backward, which the program has read since the last forward."""
+        if read and not self._left_losses:
+            self._left_losses, self._are_zeroed = bad_among(read), self._is_left
 
     def begin_computation(self) -> None:
         """A forward or a backward of any step."""
         self._is_left = False
 
-    def take_left_losses(self) -> list[torch.Tensor]:
-        """At the start of a backward: returns the bad losses of the step abandoned before it."""
+    def take_left_losses(self) -> tuple[list[torch.Tensor], bool]:
+        """At the start of a backward: returns the bad values before it that had none, and whether gradients
+        were zeroed since."""
         left, self._left_losses = self._left_losses, []
-        return left
+        return left, self._are_zeroed
 
     def write_gradients(self) -> None:
         self.decision = _C.Decision.PROCEED

@@ -546,6 +546,15 @@ class StepRecorder:
         """Whether tensors of both lists were computed from the same call; true if unknown."""
         return self._engine.have_common_calls(some, others)
 
+    def note_losses(self, losses: list[torch.Tensor]) -> None:
+        """A backward begins from these."""
+        self._engine.note_losses(losses)
+
+    def like_losses(self, waiting: list[torch.Tensor], *, in_function: bool) -> list[torch.Tensor]:
+        """Those that a line of the program, or a function, has made that has made losses, too. The others it
+        may only have measured."""
+        return [each for each in waiting if self._engine.is_like_losses(each, in_function)]
+
     def scan(self, waiting: list[torch.Tensor]) -> bool:
         """Scans values that wait for a backward that will not come; waits for the device. Values with NaN or
         +Inf become losses of this step. Returns whether any exist."""

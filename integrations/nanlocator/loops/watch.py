@@ -24,6 +24,7 @@ from nanlocator.engine.endings import ending_error, first_line, is_failure_of_pe
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.locator import Locator
 from nanlocator.engine.options import Options, resolve_options
+from nanlocator.engine.this_rank import rank_prefix
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches, weakly
 from nanlocator.hooks.points import Point
@@ -114,6 +115,7 @@ class Watch(Locator):
         self._recorder = StepRecorder(self._adapter.tensors, self, resolved.recorded_bytes)
         self._driver.add_state("the weights", WeightsState(self._recorder))
         self._loop = LoopReading()
+        self._is_in_closure = False  # of an optimizer, which may evaluate it several times in a step
         self._has_had_backward = False  # one has written gradients that the optimizers use
         # scan group, part indices
         self._used_in_backward: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[int]]]
@@ -176,8 +178,8 @@ class Watch(Locator):
         return not (self._adapter.optimizers or self._driver.is_in_pass)
 
     def take_optimizers(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Follows optimizers that the program has created since, as some do in each epoch. False if they train
-        other models, too."""
+        """Follows optimizers that the program has created since, as some do in each epoch. False if they
+        train other models, too."""
         new = [each for each in optimizers if each not in self._adapter.optimizers]
         trained = {p for each in new for group in each.param_groups for p in group["params"]}
         if not trained <= held_parameters(self._models.values()):
@@ -198,7 +200,9 @@ class Watch(Locator):
         self._recorder.give_up(why_no_rerun)
 
     def before_backward(self, roots: list[torch.Tensor]) -> None:
-        left = self._loop.take_left_losses()
+        self._recorder.note_losses(roots)
+        read, are_zeroed = self._loop.take_left_losses()
+        left = self._recorder.like_losses(read, in_function=are_zeroed)
         if left and not self._recorder.have_common_calls(left, roots):
             self._scan_left_step(left)
         self._begin()
@@ -293,7 +297,10 @@ class Watch(Locator):
             return
         try:
             if self._driver.is_in_pass:
-                has_bad_loss = self._has_bad_loss(self._recorder.unfinished())
+                waiting = self._recorder.unfinished()
+                if error is None:
+                    waiting = self._recorder.like_losses(waiting, in_function=True)
+                has_bad_loss = self._has_bad_loss(waiting)
             elif error is None or not may_refuse_values(error):
                 return
             else:
@@ -364,10 +371,26 @@ class Watch(Locator):
         self._wrap_everywhere(points.CLIP, self._clip)
         wrap(points.SCALE, self._scale)
         wrap(points.UNSCALE, self._unscale)
+        wrap(points.SCALER_STEP, self._step_scaled)
         wrap(points.MODULE_ZERO_GRAD, self._zero_module)
         follow_steps(self._patches, self._schedule_step)
+        if self._driver.connection is not None:
+            wrap(points.JOIN, self._enter_join)
         if fsdp1.wrapper_class() is not None:
             wrap(points.FSDP1_CLIP, self._clip_module)
+
+    def _enter_join(self, original: Callable[..., Any], join: Any) -> Any:
+        """Ranks make different numbers of steps in it; those that have ended would not answer."""
+        result = original(join)
+        if join._enable:
+            print(
+                f"nanlocator: {rank_prefix()}follows no further step: in torch.distributed.algorithms.Join, "
+                "ranks differ in their number of steps",
+                file=sys.stderr,
+                flush=True,
+            )
+            self.remove()
+        return result
 
     def _follow_optimizer(self, optimizer: Optimizer) -> None:
         self._patches.on_removal(keep_from_deepspeed(optimizer))
@@ -475,6 +498,14 @@ class Watch(Locator):
         with self._recorder.suspended():
             return original(scaler, optimizer)
 
+    def _step_scaled(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The scaler may leave out the update, which ends the step all the same."""
+        result = original(*args, **kwargs)
+        if not self._recorder.is_suspended:
+            with self._abandoning():
+                self._end_step()
+        return result
+
     def step(
         self,
         optimizer: Optimizer,
@@ -492,11 +523,14 @@ class Watch(Locator):
             try:
                 if closure is not None:
                     evaluate = functools.partial(self._evaluate, closure, optimizer)
+                    self._is_in_closure = True
                     result = original(evaluate, *args, **kwargs)
                 else:
                     result = self._update(optimizer, original, args, kwargs)
             except SkippedUpdate:
                 result = None
+            finally:
+                self._is_in_closure = False
             self._end_step()
         return result
 
@@ -575,7 +609,7 @@ class Watch(Locator):
         if ours and self._recorder.has_only_broken and self._is_unseen:
             self._driver.abandon()
             self._forget()
-        elif ours:
+        elif ours and not self._is_in_closure:  # those of its last evaluation were scanned
             self._scan_gradients(ours, are_dropped=True)
             with self._abandoning():
                 self._end_step()
