@@ -28,6 +28,7 @@ from nanlocator.calls.modules import class_name, named_by_class
 from nanlocator.engine.checkpoint_files import CheckpointFiles
 from nanlocator.engine.connection import meet
 from nanlocator.engine.driver import Driver
+from nanlocator.engine.endings import first_line
 from nanlocator.engine.options import resolve_options
 from nanlocator.engine.this_rank import is_distributed, rank_prefix
 from nanlocator.hooks import points
@@ -77,6 +78,8 @@ class Attachment:
         def init(original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             self._optimizers.add(optimizer)
+            when_dropped = weakref.finalize(optimizer, self._drop_left_watch)
+            when_dropped.atexit = False
             self._has_seen_optimizer = True
             self._wait_for_call()
             self._wait_for_step(type(optimizer))
@@ -84,9 +87,9 @@ class Attachment:
         def enter_join(original: Any, join: Any) -> Any:
             if join._enable and not self._is_alone:  # ranks make different numbers of steps in it
                 self._is_alone = True
+                self._is_waiting = False
+                self._waiting.remove()
                 if self.watch is None:
-                    self._is_waiting = False
-                    self._waiting.remove()
                     _say("not attached: in torch.distributed.algorithms.Join, ranks step unequally often")
             return original(join)
 
@@ -199,6 +202,7 @@ class Attachment:
         if self.watch is not None:  # an optimizer of another model was constructed since
             self.watch.remove()
             self.watch = None
+            Driver.number_made = 0
             gc.collect()  # an earlier model that the program has dropped
         optimizers, trained = self._own_optimizers(), self._trained()
         models = _roots_of(trained)
@@ -212,8 +216,6 @@ class Attachment:
             return False
         Driver.number_made = 1
         self._has_attached = True
-        for each in optimizers:
-            weakref.finalize(each, self._drop_left_watch).atexit = False
         names = ", ".join(type(each).__name__ for each in optimizers)
         trained = differentiated or trained
         missing = len(trained - held_parameters(models.values()))
@@ -231,9 +233,14 @@ class Attachment:
             return True
         self._meetings += 1
         patience = _PATIENCE * resolve_options({}, "watch").gather_deadline
-        if meet(self._meetings, patience):
-            return True
         self._is_alone = True
+        try:
+            if meet(self._meetings, patience):
+                self._is_alone = False
+                return True
+        except Exception as error:  # there is no Store, or one without these operations
+            _say(f"not attached: {first_line(error)}")
+            return False
         remains = "" if self.watch is None else "; what it has followed so far it follows on"
         _say(
             f"not attached: not all ranks had begun to train this after {patience.total_seconds():.0f} s. "
@@ -242,8 +249,9 @@ class Attachment:
         return False
 
     def _drop_left_watch(self) -> None:
-        """Does not keep a model alive that the program has dropped."""
-        if self.watch is not None and self.watch.is_left:
+        """Does not keep a model alive that the program has dropped. Another optimizer may be about to join
+        the watch."""
+        if self.watch is not None and self.watch.is_left and not self._own_optimizers():
             self.watch.remove()
             self.watch = None
             Driver.number_made = 0

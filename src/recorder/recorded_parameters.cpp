@@ -5,12 +5,8 @@ namespace nanlocator::inline recorder_room {
 void RecordedParameters::set(std::vector<at::Tensor> parameters) {
   parameters_ = std::move(parameters);
   members_.clear();
-  by_storage_.clear();
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const at::Tensor& each = parameters_[i];
-    members_.insert(each.unsafeGetTensorImpl());
-    if (has_memory(each)) by_storage_.emplace(each.storage().unsafeGetStorageImpl(), i);
-  }
+  for (const auto& each : parameters_) members_.insert(each.unsafeGetTensorImpl());
+  zeroed_.clear();
   std::erase_if(program_writes_, [&](const auto& each) { return !members_.contains(each.first); });
   begin_step();
   note_weights();
@@ -18,6 +14,7 @@ void RecordedParameters::set(std::vector<at::Tensor> parameters) {
 
 void RecordedParameters::note_weights() {
   versions_.clear();
+  by_storage_.clear();
   for (const auto& each : parameters_) versions_.push_back(version_of(each));
 }
 
@@ -29,8 +26,15 @@ std::vector<at::Tensor> RecordedParameters::changed_weights() const {
   return changed;
 }
 
-const at::Tensor* RecordedParameters::holder_of(const at::Tensor& tensor) const {
+const at::Tensor* RecordedParameters::holder_of(const at::Tensor& tensor) {
+  if (contain(tensor)) return &tensor;
   if (!has_memory(tensor)) return nullptr;
+  if (by_storage_.empty()) {
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      const at::Tensor& each = parameters_[i];
+      if (has_memory(each)) by_storage_.emplace(each.storage().unsafeGetStorageImpl(), i);
+    }
+  }
   const auto found = by_storage_.find(tensor.storage().unsafeGetStorageImpl());
   if (found == by_storage_.end()) return nullptr;
   const at::Tensor& parameter = parameters_[found->second];

@@ -29,7 +29,7 @@ class RecordedParameters {
     return members_.contains(tensor.unsafeGetTensorImpl());
   }
   /// The parameter in whose memory `tensor` lies, `.data` or a part of it; null for other memory.
-  [[nodiscard]] const at::Tensor* holder_of(const at::Tensor& tensor) const;
+  [[nodiscard]] const at::Tensor* holder_of(const at::Tensor& tensor);
   /// The program itself has written to this parameter.
   void note_program_write(const at::Tensor& tensor, EarlierWrite write);
   /// Tells operator traces of weights that nothing else has written to since.
@@ -77,7 +77,7 @@ class RecordedParameters {
   };
   std::unordered_map<const c10::TensorImpl*, ProgramWrite> program_writes_;  // to parameters_
   std::unordered_set<const c10::TensorImpl*> members_;                       // of parameters_
-  std::unordered_map<const c10::StorageImpl*, std::size_t> by_storage_;      // one of several
+  std::unordered_map<const c10::StorageImpl*, std::size_t> by_storage_;      // since `note_weights`
   std::vector<std::uint32_t> versions_;  // of the parameters, at the last `note_weights`
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_tensor_;  // to the parameter's index
   std::unordered_multimap<const c10::StorageImpl*, std::size_t> by_memory_;

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <torch/csrc/autograd/function.h>
@@ -85,8 +86,11 @@ void when_ended(const at::RecordFunction& call, at::ObserverContext* context) {
 /// `from_numpy` and `from_dlpack` make has no allocator to resize it with
 /// (torch/csrc/utils/tensor_numpy.cpp, ATen/DLConvertor.cpp).
 bool is_shared(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() &&
-         !tensor.storage().unsafeGetStorageImpl()->resizable();
+  if (!tensor.defined() || !tensor.has_storage()) return false;
+  const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  if (storage.resizable()) return false;
+  const auto* const allocator = storage.allocator();  // pinned memory has its own
+  return allocator == nullptr || allocator == c10::GetCPUAllocator();
 }
 
 const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
@@ -150,7 +154,8 @@ StepRecorder::Impl::OwnMemory* StepRecorder::Impl::memory_behind(const at::Tenso
   if (at == nullptr || behind == by_address.begin()) return nullptr;
   const auto& [begin, storage] = *--behind;
   const auto living = storage.lock();
-  const auto found = living ? memory.find(living.get()) : memory.end();
+  const bool is_there = living && living->data() == begin;  // it may have been resized
+  const auto found = is_there ? memory.find(living.get()) : memory.end();
   return found == memory.end() || !std::less<>{}(at, begin + living->nbytes()) ? nullptr
                                                                                : &found->second;
 }
@@ -182,11 +187,12 @@ at::Tensor StepRecorder::Impl::content_of(OwnMemory& own, const at::Tensor& tens
     own.is_content_made = false;
     unrepeated.note(own.content, {.op = "torch.Tensor.numpy", .caller = caller_now()});
   }
-  const auto first = static_cast<const std::byte*>(tensor.const_data_ptr()) - begin;
+  const std::int64_t first = static_cast<const std::byte*>(tensor.const_data_ptr()) - begin;
+  const auto item = static_cast<std::int64_t>(tensor.element_size());
+  if (first < 0 || first % item != 0) return {};
   const OwnWork own_work;
   return at::empty({0}, tensor.options().requires_grad(false))
-      .set_(own.content.storage(), first / static_cast<std::int64_t>(tensor.element_size()),
-            tensor.sizes(), tensor.strides());
+      .set_(own.content.storage(), first / item, tensor.sizes(), tensor.strides());
 }
 
 void StepRecorder::Impl::keep_content(OwnMemory& own, const c10::StorageImpl& storage) {
@@ -197,7 +203,10 @@ void StepRecorder::Impl::keep_content(OwnMemory& own, const c10::StorageImpl& st
 }
 
 RecordedValue StepRecorder::Impl::name_of(const Known& known_value, const at::Tensor& tensor) {
-  if (!known_value.required_grad && tensor.requires_grad() && !tensor.is_leaf()) {
+  const bool has_new_gradient =
+      !known_value.required_grad && tensor.requires_grad() && !tensor.is_leaf();
+  const OwnMemory* const written = has_new_gradient ? memory_of(tensor) : nullptr;
+  if (has_new_gradient && (written == nullptr || written->writers.empty())) {
     standing_problem =
         "a result of it got its gradient from no operator (a function of torch.jit.script?)";
   }
@@ -439,6 +448,7 @@ void StepRecorder::begin_step() {
   impl.unrepeated.begin_step();
   impl.memory.clear();
   impl.by_address.clear();
+  impl.has_seen_shared = false;
   impl.functions.clear();
   impl.read.clear();
   impl.refused.clear();

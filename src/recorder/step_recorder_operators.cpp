@@ -290,6 +290,7 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   data.info = &info;
   std::vector<at::Tensor> given, written, elsewhere;
   bool writes_gradients = false;
+  const std::string problem_before = standing_problem;
   std::uint64_t bytes = 0;
   std::size_t next = 0;
   for (std::size_t i = 0; i < context.arguments.size(); ++i) {
@@ -318,7 +319,8 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
         writes_gradients = writes_gradients || input.gradient_of.defined();
         const bool is_of_step = own != nullptr || input.gradient_of.defined() || is_begun;
         if (!is_of_step) elsewhere.push_back(tensor);
-        const at::Tensor* const weight = own == nullptr ? parameters.holder_of(tensor) : nullptr;
+        const bool may_be_weight = own == nullptr || parameters.contain(tensor);
+        const at::Tensor* const weight = may_be_weight ? parameters.holder_of(tensor) : nullptr;
         if (weight != nullptr && !(is_loading && moves_data(context))) {
           parameters.note_program_write(*weight, {.op = info.full_name, .caller = caller_now()});
         }
@@ -329,6 +331,8 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
       data.tensors.push_back(std::move(input));
     });
   }
+  // What it writes in place has its gradient from it: `total += loss`.
+  if (info.writes) standing_problem = problem_before;
   // Writes to memory from elsewhere are not recorded: its readers keep its content at the time.
   const bool writes_own = !written.empty() || writes_gradients || context.before.defined();
   if (!elsewhere.empty()) return note_unrepeated(context, elsewhere);

@@ -89,7 +89,11 @@ FAULTS = {
     "root_at_zero": (lambda: model_with(Root()), lambda m: spoil(m), None),
     "log_of_zero": (lambda: model_with(Log()), lambda m: spoil(m, bias=-1.0), None),
     "overflow": (lambda: model_with(Exp()), lambda m: spoil(m, bias=50.0), None),
-    "bad_weight": (lambda: model_with(nn.Tanh()), lambda m: m[0].weight.data.fill_(math.nan), None),
+    "bad_weight": (
+        lambda: model_with(nn.Tanh()),
+        lambda m: m[0].weight.detach().numpy().fill(math.nan),
+        None,
+    ),
     "empty_mask": (lambda: model_with(nn.Tanh()), None, lambda out: (out * 0).sum() / (out > 9).sum()),
     "log_loss": (lambda: model_with(nn.Tanh()), None, lambda out: torch.log(F.relu(-out.abs())).mean()),
     "root_of_loss": (lambda: model_with(nn.Tanh()), None, lambda out: (out - out.detach()).sum().sqrt()),

@@ -130,6 +130,35 @@ for step in range(1, 8):
     del measured
 """
 
+TASKS = """
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+for step in range(1, 8):
+    losses = model(torch.rand(6, 8), step).square().mean(0)
+    flat = []
+    for loss in losses:
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        flat.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    for p, gradient in zip(model.parameters(), sum(flat).split([p.numel() for p in model.parameters()])):
+        p.grad = gradient.view_as(p).clone()
+    optimizer.step()
+print([float(p.sum()) for p in model.parameters()])
+"""
+
+SUMMED = """
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+for step in range(1, 8):
+    optimizer.zero_grad()
+    total, outputs = torch.zeros(()), torch.zeros(6, 3)
+    outputs[:, :] = model(torch.rand(6, 8), step)
+    total += outputs.square().mean()
+    total.backward()
+    optimizer.step()
+print([float(p.sum()) for p in model.parameters()])
+"""
+
 LOOPS = {
     "zeroed in place": ZEROED.format(zero="p.grad.zero_()"),
     "detached and zeroed": ZEROED.format(zero="p.grad.detach_(); p.grad.zero_()"),
@@ -142,6 +171,8 @@ LOOPS = {
     "an optimizer for each epoch": EPOCHS,
     "updates that a scaler leaves out": SCALED,
     "several evaluations in a step": EVALUATED,
+    "gradients of several tasks": TASKS,
+    "sums in place": SUMMED,
     "bad losses skipped": SKIPPING.format(zero="optimizer.zero_grad()"),
     "bad losses skipped, gradients dropped": SKIPPING.format(
         zero="for p in model.parameters(): p.grad = None"
@@ -167,7 +198,7 @@ def test_a_division_is_located_in_its_step(way):
     assert verdict["decision"]["kind"] == "DO_NOT_RESTART" and not verdict["decision"]["hosts"]
 
 
-@pytest.mark.parametrize("way", ["zeroed in place", *list(LOOPS)[-7:-2]])
+@pytest.mark.parametrize("way", ["zeroed in place", *list(LOOPS)[-9:-2]])
 def test_a_healthy_loop_is_left_as_it_is(way):
     watched = run(LOOPS[way])
     alone = run_python("train.py")
@@ -177,8 +208,26 @@ def test_a_healthy_loop_is_left_as_it_is(way):
     assert not list(Path().glob("nanlocator_run/*/verdict.json"))
 
 
-def test_a_bad_number_that_the_program_has_only_measured_is_no_step():
-    done = run(MEASURING)
+VALIDATING = """
+def loss_of_batch(x, is_empty):
+    losses = model(x).square()[:0] if is_empty else model(x).square()
+    return losses.mean()
+
+model = nn.Linear(8, 3)
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+for step in range(1, 8):
+    model.train()
+    optimizer.zero_grad()
+    loss_of_batch(torch.rand(6, 8), False).backward()
+    optimizer.step()
+    model.eval()
+    print(loss_of_batch(torch.rand(6, 8), True).item())
+"""
+
+
+@pytest.mark.parametrize("script", [MEASURING, VALIDATING], ids=["measured", "validated"])
+def test_a_bad_number_that_the_program_has_only_measured_is_no_step(script):
+    done = run(script)
     assert done.returncode == 0 and done.stdout.count("nan") == 7, done.stderr
     assert not list(Path().glob("nanlocator_run/*/verdict.json"))
 
@@ -242,6 +291,29 @@ def test_an_optimizer_steps_as_often_as_alone(script):
     alone = run_python("train.py")
     assert watched.returncode == alone.returncode == 0, watched.stderr
     assert watched.stdout == alone.stdout
+
+
+FEWER = """
+model = nn.Linear(4, 4)
+head = nn.Linear(4, 1)
+first = torch.optim.SGD([*model.parameters(), *head.parameters()], 0.01)
+whole = nn.Sequential(model, head)
+for step in range(8):
+    if step == 4:
+        del first
+        gc.collect()
+        first = torch.optim.SGD(model.parameters(), 0.01)
+    whole(torch.randn(3, 4)).mean().backward()
+    first.step()
+    for p in whole.parameters():
+        p.grad.zero_()
+print("done")
+"""
+
+
+def test_an_optimizer_of_fewer_parameters_follows():
+    done = run(FEWER)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 TRIALS = """
@@ -321,11 +393,12 @@ for step in range(1, 8):
 @pytest.mark.parametrize(
     "write",
     [
+        "p.data = p.data.clone(); p.mul_(float('nan') if step == BAD else 1)",
         "p.add_(p * 0 / (0 if step == BAD else 1))",
         "p.data.mul_(float('nan') if step == BAD else 1)",
         "p[0].div_(0.0 if step == BAD else 1.0).sub_(p[0])",
     ],
-    ids=["in place", "its data", "a part of it"],
+    ids=["other memory", "in place", "its data", "a part of it"],
 )
 def test_a_weight_that_the_program_has_changed_in_place_accuses_no_machine(write):
     verdict, done = verdict_of(WRITTEN.format(write=write))

@@ -115,6 +115,8 @@ class Watch(Locator):
         self._recorder = StepRecorder(self._adapter.tensors, self, resolved.recorded_bytes)
         self._driver.add_state("the weights", WeightsState(self._recorder))
         self._loop = LoopReading()
+        self._is_left_out = False  # the update, of gradients that were scanned
+        self._was_training = False  # in the latest forward
         self._is_in_closure = False  # of an optimizer, which may evaluate it several times in a step
         self._has_had_backward = False  # one has written gradients that the optimizers use
         # scan group, part indices
@@ -162,7 +164,12 @@ class Watch(Locator):
         return self._adapter.names_of_modules()
 
     def before_forward(self) -> None:
-        self._loop.begin_forward(self._recorder.take_read(), self._recorder.bad_among)
+        if self._is_left_out:
+            with self._abandoning():
+                self._end_step()
+        read = self._recorder.take_read()
+        self._loop.begin_forward(read if self._was_training else [], self._recorder.bad_among)
+        self._was_training = any(model.training for model in self._models.values())
         self._begin()
 
     def _begin(self) -> None:
@@ -174,8 +181,10 @@ class Watch(Locator):
 
     @property
     def is_left(self) -> bool:
-        """The program has dropped its optimizers, and no step is unfinished."""
-        return not (self._adapter.optimizers or self._driver.is_in_pass)
+        """The program has dropped its optimizers, and no step is unfinished. Never with several ranks, which
+        collect garbage at different times."""
+        is_used = self._adapter.optimizers or self._driver.is_in_pass
+        return not is_used and self._driver.connection is None
 
     def take_optimizers(self, optimizers: Iterable[Optimizer]) -> bool:
         """Follows optimizers that the program has created since, as some do in each epoch. False if they
@@ -573,6 +582,7 @@ class Watch(Locator):
 
     def _end_step(self) -> None:
         """With several optimizers on the same gradients, the first one ends the step."""
+        self._is_left_out = False
         if self._driver.has_ended_pass:
             self._driver.end_step()
             self._recorder.begin_step()
@@ -611,8 +621,8 @@ class Watch(Locator):
             self._forget()
         elif ours and not self._is_in_closure:  # those of its last evaluation were scanned
             self._scan_gradients(ours, are_dropped=True)
-            with self._abandoning():
-                self._end_step()
+            # The next forward ends the step; a backward belongs to it: PCGrad zeroes before each task's.
+            self._is_left_out = self._driver.has_ended_pass
         had_backward = self._recorder.backwards > 0
         with self._recorder.suspended():
             result = zero()
