@@ -30,11 +30,11 @@ from nanlocator.engine.connection import meet
 from nanlocator.engine.driver import Driver
 from nanlocator.engine.endings import first_line
 from nanlocator.engine.options import resolve_options
-from nanlocator.engine.this_rank import is_distributed, rank_prefix
+from nanlocator.engine.this_rank import is_distributed, log
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
 from nanlocator.loops.optimizer import LocatingOptimizer
-from nanlocator.loops.plain import held_parameters
+from nanlocator.loops.plain import held_parameters, parameters_of
 from nanlocator.loops.watch import Watch
 from nanlocator.megatron import scripts as megatron_scripts
 from nanlocator.sharding.pipelining import follow_steps, stages_of
@@ -87,10 +87,9 @@ class Attachment:
         def enter_join(original: Any, join: Any) -> Any:
             if join._enable and not self._is_alone:  # ranks make different numbers of steps in it
                 self._is_alone = True
-                self._is_waiting = False
-                self._waiting.remove()
+                self._stop_waiting()
                 if self.watch is None:
-                    _say("not attached: in torch.distributed.algorithms.Join, ranks step unequally often")
+                    log("not attached: in torch.distributed.algorithms.Join, ranks step unequally often")
             return original(join)
 
         self._patches.wrap(points.OPTIMIZER_INIT, init)
@@ -141,6 +140,11 @@ class Attachment:
         self._waiting.wrap(points.RUN_BACKWARD, backward)
         follow_steps(self._waiting, step)
 
+    def _stop_waiting(self) -> None:
+        self._is_waiting = False
+        self._waiting.remove()
+        self._waiting_for.clear()
+
     def _wait_for_step(self, kind: type[Optimizer]) -> None:
         """Waits for the first update of an optimizer of this class: its closure may hold all that is trained,
         and the gradients may be the program's own. Optimizers themselves stay as they are until then: the
@@ -185,13 +189,11 @@ class Attachment:
         return [each for each in self._optimizers if not isinstance(each, LocatingOptimizer)]
 
     def _trained(self) -> set[torch.Tensor]:
-        return {p for each in self._own_optimizers() for group in each.param_groups for p in group["params"]}
+        return {p for each in self._own_optimizers() for p in parameters_of(each)}
 
     def _attach(self) -> bool:
         """Returns whether the program's training is watched from now on."""
-        self._is_waiting = False
-        self._waiting.remove()
-        self._waiting_for.clear()
+        self._stop_waiting()
         self._files.remove()
         if Driver.number_made > (self.watch is not None):
             return False  # the script has its own scan
@@ -212,14 +214,14 @@ class Attachment:
         try:
             self.watch = Watch(models, optimizers, {}, trains_copies=trains_copies)
         except (_C.Error, OSError) as error:
-            _say(f"not attached: {error}")
+            log(f"not attached: {error}")
             return False
         Driver.number_made = 1
         self._has_attached = True
         names = ", ".join(type(each).__name__ for each in optimizers)
         trained = differentiated or trained
         missing = len(trained - held_parameters(models.values()))
-        _say(
+        log(
             f"attached to {names} and {', '.join(map(class_name, models.values()))} "
             f"({len(trained)} parameters{f', {missing} of them without a name' if missing else ''}); "
             f"findings go to {self.watch.run_dir}"
@@ -239,10 +241,10 @@ class Attachment:
                 self._is_alone = False
                 return True
         except Exception as error:  # there is no Store, or one without these operations
-            _say(f"not attached: {first_line(error)}")
+            log(f"not attached: {first_line(error)}")
             return False
         remains = "" if self.watch is None else "; what it has followed so far it follows on"
-        _say(
+        log(
             f"not attached: not all ranks had begun to train this after {patience.total_seconds():.0f} s. "
             f"Ranks that do not train alike need nanlocator.watch(model, optimizer), called on each{remains}"
         )
@@ -272,15 +274,11 @@ class Attachment:
             if self._has_seen_optimizer
             else "no optimizer was created"
         )
-        _say(f"attached to nothing: {what}")
-
-
-def _say(text: str) -> None:
-    print(f"nanlocator: {rank_prefix()}{text}", file=sys.stderr, flush=True)
+        log(f"attached to nothing: {what}")
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    return any(p.grad is not None for p in parameters_of(optimizer))
 
 
 def _with_gradients() -> set[torch.Tensor]:

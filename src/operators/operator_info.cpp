@@ -8,6 +8,8 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "record/overwriting.hpp"
+
 namespace nanlocator::inline operators_room {
 namespace {
 
@@ -22,12 +24,6 @@ constexpr auto kAllocators = std::to_array<std::string_view>(
      "aten::_empty_per_channel_affine_quantized", "aten::new_empty", "aten::new_empty_strided",
      "aten::resize", "aten::resize_", "aten::resize_as", "aten::resize_as_", "aten::set_",
      "aten::set_data", "aten::_resize_output_", "aten::_resize_output"});
-
-/// Fills and copies: self is not an input, though the schema marks it (a!).
-constexpr auto kOverwriters = std::to_array<std::string_view>(
-    {"aten::copy_", "aten::_foreach_copy_", "aten::_copy_from", "aten::fill_", "aten::zero_",
-     "aten::_foreach_zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::random_",
-     "aten::exponential_", "aten::log_normal_", "aten::geometric_", "aten::cauchy_", "aten::eye_"});
 
 constexpr auto kFillers = std::to_array<std::string_view>(
     {"aten::fill_", "aten::zero_", "aten::zeros", "aten::zeros_like", "aten::ones",
@@ -105,7 +101,7 @@ std::unique_ptr<OperatorInfo> make_info(const c10::OperatorHandle& handle) {
   info->full_name = schema.name();
   if (!schema.overload_name().empty()) info->full_name += "." + schema.overload_name();
   const std::string_view name = info->name;
-  const bool overwrites = is_one_of(name, kOverwriters);
+  const bool overwrites = is_overwriting(name);  // though the schema marks it (a!)
   info->is_batch_norm =
       name.starts_with("aten::") && name.find("batch_norm") != std::string_view::npos;
   const bool updates_statistics = info->is_batch_norm &&

@@ -203,13 +203,6 @@ void StepRecorder::Impl::keep_content(OwnMemory& own, const c10::StorageImpl& st
 }
 
 RecordedValue StepRecorder::Impl::name_of(const Known& known_value, const at::Tensor& tensor) {
-  const bool has_new_gradient =
-      !known_value.required_grad && tensor.requires_grad() && !tensor.is_leaf();
-  const OwnMemory* const written = has_new_gradient ? memory_of(tensor) : nullptr;
-  if (has_new_gradient && (written == nullptr || written->writers.empty())) {
-    standing_problem =
-        "a result of it got its gradient from no operator (a function of torch.jit.script?)";
-  }
   RecordedValue value{
       .event = known_value.event,
       .index = known_value.index,
@@ -218,6 +211,14 @@ RecordedValue StepRecorder::Impl::name_of(const Known& known_value, const at::Te
   OwnMemory* const own = is_shared(tensor) ? memory_of(tensor) : nullptr;
   if (own != nullptr) value.content = content_of(*own, tensor);
   return value;
+}
+
+void StepRecorder::Impl::check_gradient(const Known& known_value, const at::Tensor& tensor) {
+  if (known_value.required_grad || !tensor.requires_grad() || tensor.is_leaf()) return;
+  const OwnMemory* const own = memory_of(tensor);
+  if (own != nullptr && !own->writers.empty()) return;  // `total += loss`
+  standing_problem =
+      "a result of it got its gradient from no operator (a function of torch.jit.script?)";
 }
 
 std::shared_ptr<RecordedEvent> StepRecorder::Impl::new_event() {
@@ -471,6 +472,7 @@ std::optional<RecordedValue> StepRecorder::value_of(const at::Tensor& tensor) {
   impl_->take_arrived(tensor);
   const auto* found = impl_->find(tensor);
   if (found == nullptr) return std::nullopt;
+  impl_->check_gradient(*found, tensor);
   return impl_->name_of(*found, tensor);
 }
 

@@ -136,6 +136,8 @@ struct StepRecorder::Impl {
   /// The memory that numpy or another library has handed back as this tensor.
   OwnMemory* memory_behind(const at::Tensor& tensor);
   void note_address(const OwnMemory& own);
+  /// A value that is read needs a gradient that no recorded event gave it.
+  void check_gradient(const Known& known, const at::Tensor& tensor);
   at::Tensor content_of(OwnMemory& own, const at::Tensor& tensor);
   void keep_content(OwnMemory& own, const c10::StorageImpl& storage);
 
@@ -192,7 +194,9 @@ struct StepRecorder::Impl {
   [[nodiscard]] bool moves_data(const Context& context);
   void note_unrepeated(const Context& context, std::span<const at::Tensor> written);
   void take_inputs(const std::shared_ptr<RecordedEvent>& event, std::span<const at::Tensor> inputs);
-  [[nodiscard]] RecordedInput input_of(const at::Tensor& tensor, std::uint32_t version);
+  /// `is_written`: the call has written to it, too.
+  [[nodiscard]] RecordedInput input_of(const at::Tensor& tensor, std::uint32_t version,
+                                       bool is_written);
   [[nodiscard]] std::vector<const RecordedEvent*> differentiable_behind(
       const std::shared_ptr<const RecordedEvent>& event) const;
 

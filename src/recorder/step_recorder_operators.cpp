@@ -214,12 +214,14 @@ void StepRecorder::Impl::take_inputs(const std::shared_ptr<RecordedEvent>& event
   }
 }
 
-RecordedInput StepRecorder::Impl::input_of(const at::Tensor& tensor, std::uint32_t version) {
+RecordedInput StepRecorder::Impl::input_of(const at::Tensor& tensor, std::uint32_t version,
+                                           bool is_written) {
   RecordedInput input;
   input.version = version;
   const auto* found = tensor.defined() ? find(tensor) : nullptr;
   const bool is_of_an_event = found != nullptr && memory_of(tensor) != nullptr;
   if (is_of_an_event) {
+    if (!is_written) check_gradient(*found, tensor);
     input.value = name_of(*found, tensor);
   } else if (const auto parameter = parameters.index_of(tensor)) {
     input.gradient_of = parameters[*parameter];
@@ -290,7 +292,6 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   data.info = &info;
   std::vector<at::Tensor> given, written, elsewhere;
   bool writes_gradients = false;
-  const std::string problem_before = standing_problem;
   std::uint64_t bytes = 0;
   std::size_t next = 0;
   for (std::size_t i = 0; i < context.arguments.size(); ++i) {
@@ -304,7 +305,7 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
         input.version = version_of(context.before);
         input.is_begun = true;
       } else {
-        input = input_of(tensor, version);
+        input = input_of(tensor, version, info.arguments[i] != ArgumentUse::read);
       }
       input.argument = i;
       input.element = element;
@@ -331,8 +332,6 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
       data.tensors.push_back(std::move(input));
     });
   }
-  // What it writes in place has its gradient from it: `total += loss`.
-  if (info.writes) standing_problem = problem_before;
   // Writes to memory from elsewhere are not recorded: its readers keep its content at the time.
   const bool writes_own = !written.empty() || writes_gradients || context.before.defined();
   if (!elsewhere.empty()) return note_unrepeated(context, elsewhere);

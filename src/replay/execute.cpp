@@ -148,12 +148,6 @@ std::vector<c10::IValue> execute(const OperatorCall& call, std::vector<std::stri
   const c10::WarningUtils::WarningHandlerGuard unwarned(&silence);
   const WithoutAutocastCache without_cache;
 
-  for (const at::Tensor& tensor :
-       tensors_of(call.arguments)) {  // a DTensor has no memory of its own
-    if (!tensor.key_set().has(c10::DispatchKey::Python)) continue;
-    throw UnsupportedError(c10::toString(call.name) +
-                           " is not executed alone: " + why_not_plain(tensor));
-  }
   auto arguments = fresh_arguments(call, facts);
   auto stack = arguments;
   const ScopedGenerators generators(call.generator_states);

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 
+#include "record/overwriting.hpp"
 #include "verdict/unordered_facts.hpp"
 
 namespace nanlocator::inline verdict_room {
@@ -91,15 +92,8 @@ bool is_made_earlier(const Origin& origin) {
 }  // namespace
 
 bool was_changed_in_place(const Origin& origin) {
-  constexpr auto kOverwriting = std::to_array<std::string_view>(
-      {"aten::copy_", "aten::fill_", "aten::zero_", "aten::set_", "aten::normal_", "aten::uniform_",
-       "aten::random_", "aten::exponential_", "aten::bernoulli_", "aten::cauchy_",
-       "aten::log_normal_", "aten::geometric_"});
-  const std::string_view op = origin.op;
-  return origin.cause == Cause::bad_weight && is_made_earlier(origin) && op.starts_with("aten::") &&
-         std::ranges::none_of(kOverwriting, [&](std::string_view each) {
-           return op.starts_with(each) && (op.size() == each.size() || op[each.size()] == '.');
-         });
+  return origin.cause == Cause::bad_weight && is_made_earlier(origin) &&
+         origin.op.starts_with("aten::") && !is_overwriting(origin.op);
 }
 
 namespace {

@@ -186,11 +186,16 @@ def test_a_tensor_that_numpy_has_only_read_keeps_its_origin():
 
 
 @pytest.mark.host
-def test_what_numpy_writes_beyond_the_limit_accuses_no_machine():
+@pytest.mark.parametrize("is_summed", [False, True], ids=["read", "summed in place"])
+def test_what_numpy_writes_beyond_the_limit_accuses_no_machine(is_summed):
     def loss(net, x):
         reward = x * 1.0
         numbers = reward.numpy()
         numbers -= 1000
+        if is_summed:
+            total = torch.zeros_like(x)
+            total += reward
+            reward = total
         return (net(x) * (reward + 100).sqrt()).mean()
 
     verdict = verdict_of(nn.Linear(4, 4), loss, recorded_bytes=16)

@@ -3,7 +3,6 @@
 import atexit
 import datetime
 import os
-import sys
 import time
 import weakref
 from typing import Any
@@ -13,10 +12,10 @@ import torch.distributed as dist
 from nanlocator import _C
 from nanlocator.engine.endings import ending_error, first_line, is_failure_of_peers
 from nanlocator.engine.errors import NonFiniteGradientError
-from nanlocator.engine.this_rank import is_distributed, rank_prefix
+from nanlocator.engine.this_rank import is_distributed, log
 
 _QUIET = 10.0  # seconds
-_BETWEEN_LOOKS = 0.02
+_MOST_BETWEEN_LOOKS = 1.0
 
 
 class RankConnection:
@@ -73,13 +72,11 @@ def meet(number: int, patience: datetime.timedelta) -> bool:
     while not store.check([outcome]) and (waited := time.monotonic() - begun) < patience.total_seconds():
         if waited > _QUIET and not has_said:
             has_said = True
-            print(
-                f"nanlocator: {rank_prefix()}waits for ranks that do not train yet "
-                f"({store.add(here, 0)} of {size} do), at most {patience.total_seconds():.0f} s",
-                file=sys.stderr,
-                flush=True,
+            log(
+                f"waits for ranks that do not train yet ({store.add(here, 0)} of {size} do), at most "
+                f"{patience.total_seconds():.0f} s"
             )
-        time.sleep(_BETWEEN_LOOKS)
+        time.sleep(min(_MOST_BETWEEN_LOOKS, waited / 4 + 0.01))  # a thousand ranks ask one Store
     return bool(store.compare_set(outcome, "", "some") == b"all")
 
 

@@ -29,6 +29,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def log(message: str) -> None:
+    """Prints one line on this rank's stderr, with its number."""
+    print(f"nanlocator: {rank_prefix()}{message}", file=sys.stderr, flush=True)
+
+
 def log_once(message: str) -> None:
     """Prints one line on rank 0's stderr."""
     if not is_distributed() or dist.get_rank() == 0:

@@ -277,20 +277,14 @@ def _entry_of(wrapped: _Wrapped, point: Point, target: Any) -> Any:
 
         return types.MethodType(method, target)
 
-    is_compiling = torch.compiler.is_compiling
+    is_traced, is_compiling = point.is_traced, torch.compiler.is_compiling
 
     @functools.wraps(original)
-    def plain_entry(*args: Any, **kwargs: Any) -> Any:
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        if is_traced and is_compiling():
+            return original(*args, **kwargs)
         outer, inner = wrapped.calls
         return outer(inner, *args, **kwargs)
-
-    @functools.wraps(original)
-    def traced_entry(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return original(*args, **kwargs)
-        return plain_entry(*args, **kwargs)
-
-    entry = traced_entry if point.is_traced else plain_entry
 
     if isinstance(target, types.ModuleType):  # where pickle finds it: a program sends torch.save to a process
         entry.__module__, entry.__qualname__ = target.__name__, point.attribute

@@ -138,9 +138,7 @@ class PlainAdapter(Adapter):
 
     def used_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """The parameters whose gradients an update uses."""
-        if self._trains_copies:
-            return self.tensors
-        return [p for group in optimizer.param_groups for p in group["params"]]
+        return self.tensors if self._trains_copies else parameters_of(optimizer)
 
     def names_of_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         return ((shown_module(path), module) for path, module in self._named("named_modules"))
@@ -404,6 +402,10 @@ def overflow_seen(scaler: GradScaler, *, optimizer_id: int) -> LossScale | None:
         return None
     scale = scaler.get_scale()
     return scale, scale >= 1.0, False
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def held_parameters(modules: Iterable[torch.nn.Module]) -> set[torch.Tensor]:

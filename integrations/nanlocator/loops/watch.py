@@ -24,7 +24,7 @@ from nanlocator.engine.endings import ending_error, first_line, is_failure_of_pe
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.locator import Locator
 from nanlocator.engine.options import Options, resolve_options
-from nanlocator.engine.this_rank import rank_prefix
+from nanlocator.engine.this_rank import log
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches, weakly
 from nanlocator.hooks.points import Point
@@ -37,6 +37,7 @@ from nanlocator.loops.plain import (
     PlainAdapter,
     PlainDriver,
     held_parameters,
+    parameters_of,
     plain_driver,
     scale_in_gradients,
 )
@@ -169,7 +170,7 @@ class Watch(Locator):
                 self._end_step()
         read = self._recorder.take_read()
         self._loop.begin_forward(read if self._was_training else [], self._recorder.bad_among)
-        self._was_training = any(model.training for model in self._models.values())
+        self._was_training = self._is_training
         self._begin()
 
     def _begin(self) -> None:
@@ -190,7 +191,7 @@ class Watch(Locator):
         """Follows optimizers that the program has created since, as some do in each epoch. False if they
         train other models, too."""
         new = [each for each in optimizers if each not in self._adapter.optimizers]
-        trained = {p for each in new for group in each.param_groups for p in group["params"]}
+        trained = {p for each in new for p in parameters_of(each)}
         if not trained <= held_parameters(self._models.values()):
             return False
         for each in new:
@@ -331,15 +332,18 @@ class Watch(Locator):
         except Exception as failure:  # a device that has failed, which the program knows
             print(f"nanlocator: the last step could not be scanned: {failure}", file=sys.stderr, flush=True)
 
+    @property
+    def _is_training(self) -> bool:
+        """Otherwise it evaluates."""
+        return any(model.training for model in self._models.values())
+
     def _has_bad_loss(self, waiting: list[torch.Tensor]) -> bool:
         self._take_gradients()
-        is_training = any(model.training for model in self._models.values())  # otherwise it evaluates
-        return is_training and self._recorder.scan(waiting)
+        return self._is_training and self._recorder.scan(waiting)
 
     def _is_of_bad_values(self, error: BaseException | None) -> bool:
         """The error ended the step before its gradients, for a NaN or Inf."""
-        is_training = any(model.training for model in self._models.values())
-        if error is None or not is_training or not may_refuse_values(error):
+        if error is None or not self._is_training or not may_refuse_values(error):
             return False
         if self._recorder.take_anomaly(error):
             self._driver.set_gradient_norm(math.nan)  # what it would have been
@@ -392,12 +396,7 @@ class Watch(Locator):
         """Ranks make different numbers of steps in it; those that have ended would not answer."""
         result = original(join)
         if join._enable:
-            print(
-                f"nanlocator: {rank_prefix()}follows no further step: in torch.distributed.algorithms.Join, "
-                "ranks differ in their number of steps",
-                file=sys.stderr,
-                flush=True,
-            )
+            log("follows no further step: in torch.distributed.algorithms.Join, ranks step unequally often")
             self.remove()
         return result
 
