@@ -64,7 +64,10 @@ void StepRecorder::Impl::finish_exchange(const at::RecordFunction& call, Context
     });
   });
   has_reduced_gradients = has_reduced_gradients || sends_gradients;
-  if (sends_gradients) return;
+  if (sends_gradients) {  // the replay has no result of it, which is no data all the same
+    std::erase_if(written, [&](const at::Tensor& tensor) { return find(tensor) != nullptr; });
+    return note_unrepeated(context, written);
+  }
   note_unrepeated(context, written);
   for (const at::Tensor& tensor : written) {
     if (!has_memory(tensor)) continue;

@@ -493,6 +493,60 @@ def test_a_reduction_of_the_loop_itself_is_not_cleared_by_a_re_run_that_leaves_i
         assert {"link", "collective", "memory"} <= set(origin["alternatives"])
 
 
+def gather_shards(flat, rank, world_size):
+    """As an optimizer in shards: each rank sums one part, and all get all parts."""
+    dist.all_reduce(flat)
+    parts = [torch.empty(flat.numel() // world_size) for _ in range(world_size)]
+    dist.all_gather(parts, flat.chunk(world_size)[rank].contiguous())
+    return torch.cat(parts)
+
+
+def gather_into_one(flat, rank, world_size):
+    whole = torch.empty(world_size * flat.numel())
+    dist.all_gather_into_tensor(whole, flat)
+    return whole.view(world_size, -1).sum(0)
+
+
+def swap_shards(flat, rank, world_size):
+    swapped = torch.empty_like(flat)
+    dist.all_to_all_single(swapped, flat)
+    part = swapped.view(world_size, -1).sum(0)
+    whole = torch.empty_like(flat)
+    dist.all_gather_into_tensor(whole, part)
+    return whole
+
+
+def train_in_shards(rank, world_size, exchange):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    numbers = itertools.count()
+
+    def loss():
+        step = next(numbers)
+        x = torch.rand(8, 4, generator=torch.Generator().manual_seed(2 * step + rank)) + 1
+        x = x * float(step != BAD_STEP or rank != 1)
+        return (model(x) * torch.log(x.sum(1, keepdim=True))).mean()
+
+    def reduce():
+        flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+        whole = exchange(flat, rank, world_size)
+        for p, part in zip(
+            model.parameters(), whole.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            p.grad = part.view_as(p) / world_size
+
+    return verdict_of_steps(model, loss, corrupt=reduce, steps=BAD_STEP + 1)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("exchange", [gather_shards, gather_into_one, swap_shards])
+def test_gradients_that_the_loop_gathers_itself_are_no_data(exchange):
+    for verdict in run_kept_ranks(2, train_in_shards, exchange):
+        origin = the_origin(verdict)
+        assert (origin["operator"], origin["candidates"]) == ("aten::log", [1])
+        assert origin["code"]["function"] == "loss"
+
+
 def train_in_half_precision(rank, world_size):
     torch.manual_seed(rank)
     model = nn.Linear(64, 8).half()
