@@ -470,6 +470,7 @@ Origin origin_of(const Root& root) {
   Facts& facts = origin.facts;
   facts.push_back(
       fact_of(has_unseen_writer ? FactKind::came_from_opaque_call : kind_of(birth.kind), birth));
+  if (origin.detail == Detail::made_earlier) facts.back().op = birth.reader;  // not what wrote it
   if (birth.kind == BirthKind::collective) {
     facts.back().group = birth.group;
     facts.back().peers = birth.members.ranks_below(root.rank->coordinates().world_size);

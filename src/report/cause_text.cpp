@@ -612,6 +612,8 @@ std::string refutation_of(const Origin& origin) {
       return "the same parameter finite in the checkpoint and after the update of the step before";
     case Refutation::finite_buffer:
       return "the buffer finite at the end of the step before: then something wrote it in between";
+    case Refutation::finite_after_write:
+      return "it finite right after that line: then something else wrote it since";
     case Refutation::finite_samples:
       return "the same samples finite when they are read again: then they were damaged on the way";
     case Refutation::valid_label:

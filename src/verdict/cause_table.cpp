@@ -529,6 +529,7 @@ void complete(Origin& origin) {
   origin.action = rule == row.actions.end() ? Action::none : rule->action;
   origin.owner = owner_of(origin, row);
   origin.refutation = origin.cause == Cause::unknown             ? refutation_of_unknown(origin)
+                      : is_made_earlier(origin)                  ? Refutation::finite_after_write
                       : computes_wrong_values(origin)            ? Refutation::bad_in_float64
                       : origin.action == Action::wait_for_thread ? Refutation::bad_in_either_order
                                                                  : row.refutation;

@@ -264,6 +264,7 @@ enum class Action {
 enum class Refutation {
   finite_checkpoint,
   finite_buffer,
+  finite_after_write,
   finite_samples,
   valid_label,
   finite_call,
@@ -291,16 +292,34 @@ enum class Refutation {
   earlier_phase,
 };
 [[nodiscard]] constexpr auto names_of(Refutation) {
-  return std::to_array<std::string_view>(
-      {"finite_checkpoint",   "finite_buffer",       "finite_samples",
-       "valid_label",         "finite_call",         "finite_in_float64",
-       "bad_in_float64",      "kernel_contract",     "bad_with_written_memory",
-       "bad_when_eager",      "unseen_writer",       "bad_in_further_rerun",
-       "bad_when_serialised", "bad_in_either_order", "bad_part",
-       "sum_in_range",        "sender_changed",      "bad_first_forward",
-       "bad_state_before",    "finite_state_before", "no_growth",
-       "bad_before_hook",     "finite_scalar",       "overflow_at_smallest_scale",
-       "unwatched_receipt",   "earlier_in_step",     "earlier_phase"});
+  return std::to_array<std::string_view>({"finite_checkpoint",
+                                          "finite_buffer",
+                                          "finite_after_write",
+                                          "finite_samples",
+                                          "valid_label",
+                                          "finite_call",
+                                          "finite_in_float64",
+                                          "bad_in_float64",
+                                          "kernel_contract",
+                                          "bad_with_written_memory",
+                                          "bad_when_eager",
+                                          "unseen_writer",
+                                          "bad_in_further_rerun",
+                                          "bad_when_serialised",
+                                          "bad_in_either_order",
+                                          "bad_part",
+                                          "sum_in_range",
+                                          "sender_changed",
+                                          "bad_first_forward",
+                                          "bad_state_before",
+                                          "finite_state_before",
+                                          "no_growth",
+                                          "bad_before_hook",
+                                          "finite_scalar",
+                                          "overflow_at_smallest_scale",
+                                          "unwatched_receipt",
+                                          "earlier_in_step",
+                                          "earlier_phase"});
 }
 
 }  // namespace nanlocator::inline verdict_room
