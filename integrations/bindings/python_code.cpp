@@ -21,6 +21,7 @@ namespace {
 
 enum class Owner : std::uint8_t {
   skipped,    // torch, nanlocator, Python's own library: never the place of a fault
+  engine,     // torch, where it begins a backward
   framework,  // an installed package, or one of kFrameworks, wherever it is
   user,
   recorded,  // nanlocator, executing a recorded step
@@ -85,14 +86,17 @@ class PythonCode final : public ProgramCode {
     const Gil gil;
     Caller caller;
     if (!gil.has_frames()) return caller;
+    bool is_in_backward = false;
     for_each_frame([&](PyFrameObject* frame, PyCodeObject* code, Owner owner) {
-      if (owner == Owner::skipped) return true;
+      is_in_backward |= owner == Owner::engine;
+      if (owner == Owner::skipped || owner == Owner::engine) return true;
       Position& position = owner == Owner::user ? caller.user : caller.framework;
       if (position.code == nullptr) {
         position = {code, PyFrame_GetLineNumber(frame), instruction_of(frame)};
       }
       return owner != Owner::user;
     });
+    caller.is_programs = caller.user.code != nullptr && !is_in_backward;
     if (const Caller* recorded = is_cut_off_ ? RecordedCaller::current() : nullptr) {
       if (caller.user.code == nullptr) caller.user = recorded->user;
       if (caller.framework.code == nullptr) caller.framework = recorded->framework;
@@ -100,6 +104,11 @@ class PythonCode final : public ProgramCode {
     // In a program that lies entirely in a framework, the framework is the user.
     if (caller.user.code == nullptr) caller.user = std::exchange(caller.framework, {});
     return caller;
+  }
+
+  bool is_running() override {
+    const Gil gil;
+    return gil.has_frames() && PyEval_GetFrame() != nullptr;
   }
 
   std::optional<CodeLine> read(const Position& position) override {
@@ -133,7 +142,7 @@ class PythonCode final : public ProgramCode {
     std::vector<std::string> stack;
     if (!gil.has_frames()) return stack;
     for_each_frame([&](PyFrameObject* frame, PyCodeObject* code, Owner owner) {
-      if (owner == Owner::skipped) return true;
+      if (owner == Owner::skipped || owner == Owner::engine) return true;
       const py::handle object(reinterpret_cast<PyObject*>(code));
       stack.push_back(object.attr("co_filename").cast<std::string>() + ":" +
                       std::to_string(PyFrame_GetLineNumber(frame)) + " in " +
@@ -178,6 +187,11 @@ class PythonCode final : public ProgramCode {
     return owner;
   }
 
+  static bool has_name(PyCodeObject* code, std::string_view name) {
+    return py::handle(reinterpret_cast<PyObject*>(code)).attr("co_name").cast<std::string>() ==
+           name;
+  }
+
   Owner look_up_owner(PyFrameObject* frame, PyCodeObject* code) {
     // Compares locations of packages, not folder names: a user's folder may have the same name.
     if (own_.empty()) {
@@ -187,10 +201,12 @@ class PythonCode final : public ProgramCode {
     }
     const auto file =
         py::handle(reinterpret_cast<PyObject*>(code)).attr("co_filename").cast<std::string>();
-    if (file == own_ + "loops/recorder.py") {
-      const auto name = py::handle(reinterpret_cast<PyObject*>(code)).attr("co_name");
-      if (name.cast<std::string>() == "run_again") return Owner::recorded;
+    if (file == own_ + "loops/recorder.py" && has_name(code, "run_again")) return Owner::recorded;
+    if (file == torch_ + "autograd/graph.py" && has_name(code, "_engine_run_backward")) {
+      return Owner::engine;
     }
+    // Communication hooks of DistributedDataParallel and other algorithms that a program chooses.
+    if (file.starts_with(torch_ + "distributed/algorithms/")) return Owner::framework;
     const bool is_ours = file.starts_with(own_) || file.starts_with(torch_) ||
                          file.starts_with("<frozen") || file.starts_with("<eval_with_key>");
     if (is_ours) return Owner::skipped;

@@ -216,6 +216,7 @@ class Attachment:
         except (_C.Error, OSError) as error:
             log(f"not attached: {error}")
             return False
+        self.watch.begins_unrecorded()
         Driver.number_made = 1
         self._has_attached = True
         names = ", ".join(type(each).__name__ for each in optimizers)

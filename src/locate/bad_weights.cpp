@@ -1,9 +1,12 @@
 #include "locate/judges.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <iterator>
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 
 #include "locate/origin_facts.hpp"
 
@@ -54,6 +57,44 @@ void add_copies(const Findings& findings, Origin& origin) {
   // For a sharded parameter, the other ranks hold other elements.
   if (!position || rank->parameter(*position).shard) return;
   origin.facts.push_back(fact_of_copies(findings, *rank, origin, *position));
+}
+
+/// Whether two ranks hold different values of it: shards or experts of one name, a personal head.
+/// Damaged copies have equal elements beside the bad ones.
+bool are_unlike(const RankEvidence& one, const RankEvidence& other, const std::string& parameter) {
+  for (const WeightValue& here : one.ledger().weight_values) {
+    for (const WeightValue& there : other.ledger().weight_values) {
+      const bool is_same = here.parameter == parameter && there.parameter == parameter &&
+                           here.element == there.element;
+      if (is_same && std::isfinite(here.value) && std::isfinite(there.value) &&
+          here.value != there.value) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+void leave_out_unlike_copies(const Incident& incident, Origin& origin) {
+  const auto is_unlike = [&](int peer) {
+    const RankEvidence* const other = incident.find(peer);
+    return other != nullptr && std::ranges::any_of(origin.candidates, [&](int candidate) {
+             const RankEvidence* const own = incident.find(candidate);
+             return own != nullptr && are_unlike(*own, *other, origin.parameter);
+           });
+  };
+  bool has_left_out = false;
+  for (Fact& fact : origin.facts) {
+    if (fact.kind != FactKind::copies_clean) continue;
+    has_left_out |= std::erase_if(fact.peers, is_unlike) > 0;
+  }
+  if (!has_left_out) return;
+  const auto is_empty = [](const Fact& fact) {
+    return fact.kind == FactKind::copies_clean && fact.peers.empty();
+  };
+  if (std::erase_if(origin.facts, is_empty) > 0) {
+    origin.facts.push_back({.kind = FactKind::no_copy_elsewhere});
+  }
 }
 
 /// Adds the values of the clean copies at the bad element, if ranks were asked for them in a
@@ -109,6 +150,15 @@ struct Kept {
   }
 };
 
+/// A name among the optimizer's states, whose values say nothing.
+constexpr std::string_view kWrittenByProgram = "written_by_program";
+
+bool was_written_by_program(const RankEvidence& rank, std::int64_t parameter) {
+  return std::ranges::any_of(rank.ledger().optimizer_states, [&](const OptimizerState& state) {
+    return state.parameter == parameter && state.name == kWrittenByProgram;
+  });
+}
+
 /// A learning rate that is not finite; an epsilon of 0, where a second moment is 0.
 std::optional<Fact> undefined_update(const RankEvidence& rank, std::int64_t parameter) {
   const auto find = [&](std::string_view name) -> const TensorStats* {
@@ -138,7 +188,11 @@ std::optional<Fact> whole_update(const Findings& findings, const Origin& origin)
   const OriginTensor& weight = *origin.tensor;
   const std::int64_t elements = numel_of(weight.shape);
   const bool is_whole = elements > 0 && weight.nan + weight.pos_inf + weight.neg_inf == elements;
-  if (!is_whole || !has_fact(origin.facts, FactKind::every_copy_bad)) return std::nullopt;
+  // One element may be damaged; what made four of four did so on purpose.
+  constexpr std::int64_t kFew = 4;
+  const bool is_of_all = has_fact(origin.facts, FactKind::every_copy_bad) ||
+                         (has_fact(origin.facts, FactKind::no_copy_elsewhere) && elements >= kFew);
+  if (!is_whole || !is_of_all) return std::nullopt;
   for (const int candidate : origin.candidates) {
     const Ledger& ledger = findings.incident().find(candidate)->ledger();
     if (!ledger.history ||
@@ -155,7 +209,8 @@ void add_kept(const RankEvidence& rank, const ParameterRecord& parameter, const 
   // A shard says nothing about elements outside it.
   if (parameter.shard && !parameter.shard->contains(weight.first_bad)) return;
   for (const OptimizerState& state : rank.ledger().optimizer_states) {
-    const bool is_number = state.name == "lr" || state.name == "eps";
+    const bool is_number =
+        state.name == "lr" || state.name == "eps" || state.name == kWrittenByProgram;
     if (state.parameter != parameter.id || is_number) continue;
     auto& kind = kept.of(state);
     kind.names.insert(state.name);
@@ -172,7 +227,7 @@ void add_fact(FactKind kind, const Kept::Of& of, Origin& origin) {
 
 void add_update(const Findings& findings, Origin& origin) {
   Kept kept;
-  bool was_finite = false;
+  bool was_finite = false, is_written = false;
   std::optional<std::int64_t> finite_after;
   for (const int candidate : origin.candidates) {
     const RankEvidence* const rank = findings.incident().find(candidate);
@@ -181,11 +236,17 @@ void add_update(const Findings& findings, Origin& origin) {
         position ? rank->find_bad(Phase::params_before, *position) : nullptr;
     if (bad == nullptr) continue;
     add_kept(*rank, rank->parameter(*position), bad->sighting->stats, kept);
+    is_written |= was_written_by_program(*rank, rank->parameter(*position).id);
     if (!kept.undefined) kept.undefined = undefined_update(*rank, rank->parameter(*position).id);
     finite_after = rank->ledger().weights_finite_after;  // the same on all ranks
     was_finite = finite_after && *finite_after + 1 == rank->ledger().iteration;
   }
-  const bool is_of_update = kept.bad.names.empty() && !was_finite;
+  const bool is_of_update = kept.bad.names.empty() && !was_finite && !is_written;
+  if (is_written && origin.detail != Detail::made_earlier) {
+    kept.undefined.reset();
+    origin.is_on_every_candidate |= has_fact(origin.facts, FactKind::every_copy_bad);
+    origin.facts.push_back({.kind = FactKind::written_by_program, .ranks = origin.candidates});
+  }
   const auto whole = is_of_update ? whole_update(findings, origin) : std::nullopt;
   if (!kept.undefined) kept.undefined = whole;
   if (kept.undefined) {
@@ -206,16 +267,42 @@ void add_update(const Findings& findings, Origin& origin) {
   }
 }
 
+/// The program's code writes to several weights at once: the first leads.
+void fold_written(std::vector<Origin>& origins) {
+  const auto is_written = [](const Origin& origin) {
+    return has_fact(origin.facts, FactKind::written_by_program);
+  };
+  const auto first = std::ranges::find_if(origins, is_written);
+  if (first == origins.end()) return;
+  constexpr std::size_t kMostNames = 4;
+  Fact further{.kind = FactKind::further_weights_bad, .phase = first->phase, .count = 0};
+  origins.erase(std::remove_if(std::next(first), origins.end(),
+                               [&](const Origin& other) {
+                                 const bool is_same =
+                                     is_written(other) && other.candidates == first->candidates;
+                                 if (!is_same) return false;
+                                 ++*further.count;
+                                 if (further.names.size() < kMostNames) {
+                                   further.names.push_back(other.parameter);
+                                 }
+                                 return true;
+                               }),
+                origins.end());
+  if (*further.count > 0) first->facts.push_back(std::move(further));
+}
+
 }  // namespace
 
 void judge_bad_weights(const Findings& findings, std::vector<Origin>& origins) {
   for (Origin& origin : origins) {
     if (origin.cause != Cause::bad_weight || origin.candidates.empty()) continue;
     add_copies(findings, origin);
+    leave_out_unlike_copies(findings.incident(), origin);
     add_value_of_copies(findings.incident(), origin);
     add_magnitude_of_copies(findings.incident(), origin);
     add_update(findings, origin);
   }
+  fold_written(origins);
 }
 
 }  // namespace nanlocator::inline locate_room

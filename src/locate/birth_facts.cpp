@@ -1,6 +1,8 @@
 #include "locate/birth_facts.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cctype>
 #include <map>
 #include <set>
 #include <string>
@@ -53,6 +55,19 @@ bool has_value(const Birth& birth, double value) {
                              [&](const Operand& operand) { return operand.at_first_bad == value; });
 }
 
+/// True if the divisor may be a number of labels: an integer, or what a line of the program that
+/// speaks of such things divides by.
+bool may_be_count(const Birth& birth, const Operand& divisor) {
+  constexpr auto kWords =
+      std::to_array<std::string_view>({"mask", "valid", "keep", "count", "num", "token", "label",
+                                       "ignore", "pad", "weight", "len"});
+  if (divisor.dtype.find("int") != std::string::npos || !birth.code) return true;
+  std::string text = birth.code->text;
+  std::ranges::transform(text, text.begin(), [](unsigned char c) { return std::tolower(c); });
+  return std::ranges::any_of(
+      kWords, [&](std::string_view word) { return text.find(word) != std::string::npos; });
+}
+
 /// True for zero over zero, both of one element, if the divisor was not computed from parameters: a
 /// sum by the number of its addends. A divisor that depends on parameters is something else, such
 /// as the area of a box.
@@ -64,7 +79,8 @@ bool is_mean_of_no_elements(const Birth& birth) {
       });
   if (!is_zero_over_zero || !birth.sighting.shape.empty()) return false;
   const auto divisor = std::ranges::find(birth.operands, "other", &Operand::name);
-  return divisor == birth.operands.end() || divisor->requires_grad != true;
+  return divisor == birth.operands.end() ||
+         (divisor->requires_grad != true && may_be_count(birth, *divisor));
 }
 
 /// True for a mean over no labels: the loss divides by a count of zero, or torch's own loss counts
@@ -456,6 +472,9 @@ Origin origin_of(const Root& root) {
   const bool has_unseen_writer =
       origin.cause == Cause::compiled_region && is_of_unseen_writer(birth);
   origin.detail = detail_of(birth);
+  if (origin.cause == Cause::bad_input && root.rank->ledger().began_unrecorded) {
+    origin.detail = Detail::unrecorded;
+  }
   const bool accuses_machine =
       origin.cause == Cause::not_reproduced || origin.cause == Cause::memory_corruption;
   // An infinity does not show how large the gradient is without the loss scale.

@@ -87,6 +87,9 @@ JobState job_state_of(const Incident& incident, const std::vector<Origin>& origi
   const Ledger& first = ranks.front().ledger();
   job.on_bad = first.on_bad;
   job.framework_skips_update = first.framework_skips_update;
+  job.is_discarded = first.is_discarded;
+  job.was_traced = std::ranges::all_of(
+      ranks, [](const RankEvidence& rank) { return rank.ledger().level == "operators"; });
   job.are_weights_updated = std::ranges::any_of(ranks, [](const RankEvidence& rank) {
     return rank.scanned(Phase::params_after) || !rank.bad(Phase::params_after).empty();
   });

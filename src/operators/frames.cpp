@@ -116,12 +116,14 @@ Location locate_frames(ThreadFrames& frames) {
         location.is_backward = true;
         location.node = frame->name;
         location.node_frame = frame;
-        location.is_hook = is_accumulate_grad(frame->name) && outermost_operation != nullptr &&
+        location.is_after_gradient = is_accumulate_grad(frame->name);
+        location.is_hook = location.is_after_gradient && outermost_operation != nullptr &&
                            !may_be_the_engines(*outermost_operation, true);
         return location;
       case FrameKind::evaluate:
         location.is_backward = true;
         location.node = frame->name;
+        location.is_after_gradient = frame->node_has_run && is_accumulate_grad(frame->name);
         if (frame->node_has_run) {
           location.node_frame = frame;
         } else {
@@ -133,6 +135,8 @@ Location locate_frames(ThreadFrames& frames) {
         return location;
     }
   }
+  // What a communication hook does with a reduced bucket (reducer.cpp, finalize_backward).
+  location.is_backward = location.is_hook = location.is_after_gradient = frames.is_of_gloo;
   return location;
 }
 

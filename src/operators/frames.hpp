@@ -115,9 +115,10 @@ class ThreadFrames {
     return distance < depth_ ? frames_[depth_ - 1 - distance].get() : nullptr;
   }
 
-  /// A thread of a process group, which copies data between ranks (ProcessGroupGloo.cpp, runLoop),
-  /// is not part of the program.
-  const bool is_process_groups = is_thread_of_gloo();
+  /// A thread of a process group (ProcessGroupGloo.cpp, runLoop). What it does by itself, copying
+  /// data between ranks, is not part of the program; what the program calls there, after a
+  /// transfer, is.
+  const bool is_of_gloo = is_thread_of_gloo();
 
   ModulePath last_module = nullptr;          // owner of the last used parameter, if none is entered
   std::optional<int> microbatch_of_modules;  // the one at the last operator inside a module
@@ -144,6 +145,7 @@ class ThreadFrames {
 struct Location {
   bool is_backward = false;
   bool is_hook = false;
+  bool is_after_gradient = false;  // the gradient of a parameter has been added up
   std::string node;
   const Frame* node_frame = nullptr;
   Frame* evaluate_frame = nullptr;   // set if the node has not begun: a pre-hook

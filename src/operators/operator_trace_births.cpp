@@ -161,6 +161,12 @@ std::optional<bool> GradientWork::current() noexcept {
   return works_on_gradients;
 }
 
+/// What a hook computes may be PyTorch's own: a communication hook that the program has only
+/// chosen.
+bool OperatorTrace::Impl::is_in_programs_code() const {
+  return !options.program_code || caller_now().is_programs;
+}
+
 bool OperatorTrace::Impl::uses_gradients(ThreadFrames& frames) {
   bool is_gradient = false;
   for (std::size_t i = 0; const Frame* each = frames.above(i); ++i) {
@@ -1047,7 +1053,8 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
       }
     }
   }
-  if (location.is_hook) birth.kind = BirthKind::user_hook;
+  if (location.is_hook && is_in_programs_code()) birth.kind = BirthKind::user_hook;
+  birth.is_in_hook = location.is_after_gradient;
   locate(birth, frames);
   birth.sighting.op = info.full_name;
   if (is_literal) {  // the user wrote the outermost call: masked_fill, not the fill_ inside

@@ -117,6 +117,9 @@ struct OperatorTrace::Impl {
   /// The parameter whose gradient or weight lies there; "" if none. The caller holds the lock.
   [[nodiscard]] std::string parameter_in(const at::Tensor& tensor) const;
 
+  [[nodiscard]] bool is_in_programs_code() const;
+  [[nodiscard]] bool is_process_groups_own(const ThreadFrames& frames) const;
+
   // ---- threads.cpp
   [[nodiscard]] bool follows_threads() const {
     return options.follows_threads || options.reordered.has_value();

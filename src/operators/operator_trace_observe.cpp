@@ -62,13 +62,17 @@ ProgramCode::Caller OperatorTrace::Impl::caller_now() const {
   return options.program_code ? options.program_code->caller() : ProgramCode::Caller{};
 }
 
+bool OperatorTrace::Impl::is_process_groups_own(const ThreadFrames& frames) const {
+  return frames.is_of_gloo && !(options.program_code && options.program_code->is_running());
+}
+
 void OperatorTrace::Impl::start(const at::RecordFunction& call, ThreadFrames& frames) {
   const Frame* parent = frames.top();
   const bool is_inside_ignored =
       parent != nullptr &&
       (parent->is_ignored || (parent->info != nullptr && parent->info->is_allocator));
   Frame& frame = frames.push();
-  if (is_inside_ignored || frames.is_process_groups || call.isAsync() ||
+  if (is_inside_ignored || is_process_groups_own(frames) || call.isAsync() ||
       is_paused.load(std::memory_order_relaxed)) {
     frame.is_ignored = true;
     return;

@@ -42,7 +42,7 @@ ThreadOrder::Place OperatorTrace::Impl::place_among_threads(const Frame& frame,
                                                             const ThreadFrames& frames) const {
   return {.op = frame.info->full_name,
           .line = caller_now().user,
-          .is_steps = threads.is_of_step(frames.backward_depth),
+          .is_steps = threads.is_of_step(frames),
           .module = frame.module == nullptr ? "" : *frame.module,
           .phase = frames.backward_depth > 0 ? Phase::backward : Phase::forward};
 }

@@ -28,8 +28,9 @@ void ThreadAccesses::begin_pass() {
   step_thread_ = at::RecordFunction::currentThreadId();
 }
 
-bool ThreadAccesses::is_of_step(std::size_t backward_depth) const {
-  if (backward_depth > 0) return true;  // the engine's threads, which the step waits for
+bool ThreadAccesses::is_of_step(const ThreadFrames& frames) const {
+  // The step waits for the engine's threads, and for what is to be done after a transfer.
+  if (frames.backward_depth > 0 || frames.is_of_gloo) return true;
   const std::lock_guard lock(mutex_);
   return step_thread_ == at::RecordFunction::currentThreadId();
 }

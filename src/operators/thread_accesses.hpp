@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "nanlocator/operators/operator_trace.hpp"
+#include "operators/frames.hpp"
 #include "tensor/observed_tensor.hpp"
 
 namespace nanlocator::inline operators_room {
@@ -28,7 +29,7 @@ class ThreadAccesses {
  public:
   /// Call it on the step's thread.
   void begin_pass();
-  [[nodiscard]] bool is_of_step(std::size_t backward_depth) const;
+  [[nodiscard]] bool is_of_step(const ThreadFrames& frames) const;
 
   /// The number of earlier calls for this place in this pass.
   [[nodiscard]] int count(const ThreadOrder::Place& place);

@@ -75,6 +75,7 @@ constexpr auto json_fields(const Birth*) {
       JsonField("kind", &B::kind), JsonField("sighting", &B::sighting),
       JsonField("is_module_inferred", &B::is_module_inferred),
       JsonField("is_custom_operator", &B::is_custom_operator), JsonOrNull("node", &B::node),
+      JsonAdded(JsonField("is_in_hook", &B::is_in_hook)),
       JsonOrNull("forward_operator", &B::forward_op),
       JsonOrNull("custom_function", &B::custom_function), JsonField("parent", &B::parent),
       JsonOrNull("literal_operator", &B::literal_op),

@@ -87,6 +87,7 @@ constexpr auto json_fields(const Rerun*) {
                     JsonField("bad_parameters", &R::bad_parameters),
                     JsonField("not_restored", &R::not_restored),
                     JsonAdded(JsonField("without_reduction", &R::without_reduction)),
+                    JsonAdded(JsonField("has_first_births", &R::has_first_births)),
                     JsonAdded(JsonField("variants", &R::variants)),
                     JsonAdded(JsonField("unordered", &R::unordered)),
                     JsonAdded(JsonField("concurrent", &R::concurrent)));
@@ -157,7 +158,9 @@ constexpr auto kLedgerFields =
                JsonAdded(JsonField("weights_finite_after", &L::weights_finite_after)),
                JsonAdded(JsonOrNull("no_rerun", &L::no_rerun)),
                JsonAdded(JsonField("gradients_left_by", &L::gradients_left_by)),
-               JsonAdded(JsonField("framework_skips_update", &L::framework_skips_update)));
+               JsonAdded(JsonField("framework_skips_update", &L::framework_skips_update)),
+               JsonAdded(JsonField("is_discarded", &L::is_discarded)),
+               JsonAdded(JsonField("began_unrecorded", &L::began_unrecorded)));
 
 /// The lines after the header, in file order: their names and their members, vectors or optionals.
 constexpr auto kRecords = std::tuple(

@@ -1,29 +1,73 @@
 #include "recorder/recorded_parameters.hpp"
 
+#include <algorithm>
+#include <utility>
+
 namespace nanlocator::inline recorder_room {
 
 void RecordedParameters::set(std::vector<at::Tensor> parameters) {
+  const bool are_same = std::ranges::equal(
+      parameters, parameters_,
+      [](const at::Tensor& one, const at::Tensor& other) { return one.is_same(other); });
   parameters_ = std::move(parameters);
   members_.clear();
   for (const auto& each : parameters_) members_.insert(each.unsafeGetTensorImpl());
   zeroed_.clear();
   std::erase_if(program_writes_, [&](const auto& each) { return !members_.contains(each.first); });
   begin_step();
-  note_weights();
+  if (!are_same) {
+    weights_.clear();
+    note_weights();
+  }
 }
 
 void RecordedParameters::note_weights() {
-  versions_.clear();
+  moved_.clear();
+  replaced_.clear();
+  for (std::size_t i = 0; i < weights_.size() && i < parameters_.size(); ++i) {
+    if (weight_now(i).memory == weights_[i].memory) continue;
+    replaced_.insert(parameters_[i].unsafeGetTensorImpl());
+  }
+  end_call();
+}
+
+void RecordedParameters::begin_call() {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (weight_now(i) != weights_[i]) moved_.insert(parameters_[i].unsafeGetTensorImpl());
+  }
+}
+
+void RecordedParameters::end_call() {
+  weights_.clear();
   by_storage_.clear();
-  for (const auto& each : parameters_) versions_.push_back(version_of(each));
+  for (std::size_t i = 0; i < parameters_.size(); ++i) weights_.push_back(weight_now(i));
+}
+
+RecordedParameters::Weight RecordedParameters::weight_now(std::size_t parameter) const {
+  const at::Tensor& weight = parameters_[parameter];
+  return {has_memory(weight) ? weight.const_data_ptr() : nullptr, version_of(weight)};
 }
 
 std::vector<at::Tensor> RecordedParameters::changed_weights() const {
   std::vector<at::Tensor> changed;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (version_of(parameters_[i]) != versions_[i]) changed.push_back(parameters_[i]);
+    const at::Tensor& weight = parameters_[i];
+    const bool has_moved = moved_.contains(weight.unsafeGetTensorImpl());
+    if (has_moved || weight_now(i) != weights_[i]) changed.push_back(weight);
   }
   return changed;
+}
+
+std::vector<at::Tensor> RecordedParameters::written_by_program() const {
+  std::vector<at::Tensor> written;
+  for (const at::Tensor& each : parameters_) {
+    const auto* const tensor = each.unsafeGetTensorImpl();
+    const auto found = program_writes_.find(tensor);
+    const bool is_written =
+        found != program_writes_.end() && found->second.version == version_of(each);
+    if (is_written || replaced_.contains(tensor)) written.push_back(each);
+  }
+  return written;
 }
 
 const at::Tensor* RecordedParameters::holder_of(const at::Tensor& tensor) {
@@ -42,6 +86,7 @@ const at::Tensor* RecordedParameters::holder_of(const at::Tensor& tensor) {
 }
 
 void RecordedParameters::note_program_write(const at::Tensor& tensor, EarlierWrite write) {
+  moved_.insert(tensor.unsafeGetTensorImpl());
   program_writes_.insert_or_assign(tensor.unsafeGetTensorImpl(),
                                    ProgramWrite{std::move(write), version_of(tensor)});
 }

@@ -20,9 +20,14 @@ namespace nanlocator::inline recorder_room {
 class RecordedParameters {
  public:
   void set(std::vector<at::Tensor> parameters);
-  /// Parameters that were written to since the last `note_weights`, or since `set`.
+  /// Parameters that were written to since the last `note_weights`, or since `set`. What a call
+  /// between `begin_call` and `end_call` writes to its own weights does not count.
   void note_weights();
+  void begin_call();
+  void end_call();
   [[nodiscard]] std::vector<at::Tensor> changed_weights() const;
+  /// Parameters that the program itself has written to or given other memory, and no update since.
+  [[nodiscard]] std::vector<at::Tensor> written_by_program() const;
   [[nodiscard]] const at::Tensor& operator[](std::size_t index) const { return parameters_[index]; }
 
   [[nodiscard]] bool contain(const at::Tensor& tensor) const {
@@ -68,6 +73,13 @@ class RecordedParameters {
     friend bool operator==(const Written&, const Written&) = default;
   };
   [[nodiscard]] Written gradient_now(std::size_t parameter) const;
+  /// Where a weight's values are, and the number of writes to it: `p.data = x` counts as none.
+  struct Weight {
+    const void* memory = nullptr;
+    std::uint32_t version = 0;
+    friend bool operator==(const Weight&, const Weight&) = default;
+  };
+  [[nodiscard]] Weight weight_now(std::size_t parameter) const;
   void find_gradients();
 
   std::vector<at::Tensor> parameters_;
@@ -78,7 +90,10 @@ class RecordedParameters {
   std::unordered_map<const c10::TensorImpl*, ProgramWrite> program_writes_;  // to parameters_
   std::unordered_set<const c10::TensorImpl*> members_;                       // of parameters_
   std::unordered_map<const c10::StorageImpl*, std::size_t> by_storage_;      // since `note_weights`
-  std::vector<std::uint32_t> versions_;  // of the parameters, at the last `note_weights`
+  std::vector<Weight> weights_;                       // the parameters, as they were noted last
+  std::unordered_set<const c10::TensorImpl*> moved_;  // of them, since `note_weights`
+  /// Of them, between the latest `note_weights` and the one before.
+  std::unordered_set<const c10::TensorImpl*> replaced_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_tensor_;  // to the parameter's index
   std::unordered_multimap<const c10::StorageImpl*, std::size_t> by_memory_;
   bool are_new_ = false;

@@ -300,7 +300,7 @@ void StepRecorder::Impl::clear() {
   arriving.clear();
   exchanges.clear();
   hooks.clear();
-  has_reduced_gradients = false;
+  has_reduced_gradients = has_taken_gradients = false;
   kept_bytes = copied_on_host = copied_on_device = 0;
   without_gradient = 0;
 }
@@ -392,6 +392,18 @@ void StepRecorder::note_weights() {
   impl_->parameters.note_weights();
 }
 
+std::vector<at::Tensor> StepRecorder::written_by_program() const {
+  return impl_->parameters.written_by_program();
+}
+
+void StepRecorder::begin_call() {
+  impl_->parameters.begin_call();
+}
+
+void StepRecorder::end_call() {
+  impl_->parameters.end_call();
+}
+
 void StepRecorder::set_loading(bool is_loading) {
   impl_->is_loading = is_loading;
 }
@@ -410,6 +422,10 @@ std::vector<at::Tensor> StepRecorder::changed_gradients() const {
 
 std::vector<at::Tensor> StepRecorder::zeroed_gradients() const {
   return impl_->parameters.zeroed_gradients();
+}
+
+bool StepRecorder::has_taken_gradients() const noexcept {
+  return impl_->has_taken_gradients;
 }
 
 bool StepRecorder::has_reduced_gradients() const noexcept {
@@ -445,7 +461,7 @@ void StepRecorder::begin_step() {
   impl.arriving.clear();
   impl.exchanges.clear();
   impl.hooks.clear();
-  impl.has_reduced_gradients = false;
+  impl.has_reduced_gradients = impl.has_taken_gradients = false;
   impl.unrepeated.begin_step();
   impl.memory.clear();
   impl.by_address.clear();

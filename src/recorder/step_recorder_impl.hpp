@@ -118,6 +118,7 @@ struct StepRecorder::Impl {
   std::vector<at::Tensor> read;  // by the program, before a backward
   std::vector<at::Tensor> refused;
   bool has_reduced_gradients = false;
+  bool has_taken_gradients = false;
   int backwards = 0;
   std::size_t without_gradient = 0;  // operators outside of autograd
   std::uint64_t kept_bytes = 0;

@@ -372,6 +372,10 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   data.is_on_gradients = std::ranges::any_of(data.tensors, [](const RecordedInput& each) {
     return each.gradient_of.defined() || (each.value && each.value->event->data().is_on_gradients);
   });
+  const bool is_taken = std::ranges::any_of(made_now, [](const auto& made) {
+    return made.second.is_floating_point() && made.second.numel() > 1;
+  });
+  has_taken_gradients = has_taken_gradients || (data.is_on_gradients && is_taken && !info.is_view);
   for (std::size_t i = 0; i < given.size(); ++i) {
     if (data.tensors[i].value) depend_on(data, *data.tensors[i].value, given[i]);
     if (data.tensors[i].kept.defined()) note_obstacle(data, given[i]);

@@ -50,6 +50,8 @@ std::string title_of(Detail detail) {
       return "made in a part of the program that is not executed again";
     case Detail::rewritten:
       return "data whose memory was written again while the step ran";
+    case Detail::unrecorded:
+      return "data, or what the program computed before the model's first call";
     case Detail::exceeds_range:
       return "overflow";
     case Detail::custom_code:
@@ -441,6 +443,11 @@ std::vector<std::string> restore_steps(const Origin& origin) {
             " before using it again: no code writes to one copy of several, except a kernel "
             "that writes out of bounds"};
   }
+  if (has_fact(origin.facts, FactKind::written_by_program)) {
+    return {"print what the program writes to " + origin.parameter +
+                " between steps (p.data, p.copy_), and correct it",
+            "go on from a checkpoint in which it is finite"};
+  }
   const bool has_copy = has_fact(origin.facts, FactKind::optimizer_copy_finite);
   return {"look for code that writes to the parameter between steps",
           "if there is none, test the memory of " + ranks,
@@ -540,7 +547,8 @@ std::string title_of(const Origin& origin) {
       origin.cause == Cause::operator_undefined ||
       (origin.cause == Cause::operator_bug && origin.detail == Detail::custom_code) ||
       (origin.cause == Cause::unknown && origin.detail != Detail::none) ||
-      origin.detail == Detail::made_earlier || origin.detail == Detail::rewritten;
+      origin.detail == Detail::made_earlier || origin.detail == Detail::rewritten ||
+      origin.detail == Detail::unrecorded;
   std::string title = has_own_title ? title_of(origin.detail) : "";
   if (has_fact(origin.facts, FactKind::not_seen_on_arrival)) {
     title = "bad after a reduction of finite values";
@@ -739,6 +747,14 @@ std::vector<std::string> steps_text(const Origin& origin) {
             "look for what fills this memory (a loader's thread, a host copy): the step must "
             "wait until it is filled, and it must wait until the step has read it",
             "if both wait, inspect the samples of this batch"};
+      }
+      if (origin.detail == Detail::unrecorded) {
+        return {
+            "print this tensor where the program makes it: in its first step, only what follows "
+            "the "
+            "first call of the model is recorded",
+            "for the operator that made it: call nanlocator.watch(model, optimizer) before the "
+            "loop"};
       }
       return {
           "inspect the samples of this batch" +

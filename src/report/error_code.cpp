@@ -39,6 +39,8 @@ std::string error_code_of(Detail detail) {
       return "overflow";
     case Detail::rewritten:
       return "rewritten_data";
+    case Detail::unrecorded:
+      return "unrecorded_data";
     case Detail::made_earlier:
       return "made_earlier";
     case Detail::none:
@@ -68,6 +70,7 @@ std::string error_code_of(const Origin& origin) {
       if (origin.detail == Detail::made_earlier) return "made_earlier";
       return origin.parameter.empty() ? "kept_tensor" : "bad_buffer";
     case Cause::bad_input:
+      if (origin.detail == Detail::unrecorded) return "unrecorded_data";
       return origin.detail == Detail::rewritten ? "rewritten_data" : "bad_data";
     case Cause::empty_loss_mask:
       return "no_labels";

@@ -684,6 +684,8 @@ std::string plain_text(const Fact& fact) {
                                    std::string(fact.bad && fact.bad->nan > 0 ? "NaN" : "Inf")
                              : "the optimizer's epsilon is 0 in " + fact.dtype +
                                    ", and the update is 0 / 0 where the second moment is 0";
+    case written_by_program:
+      return "the program itself had written to it since the update before (p.data, p.copy_)";
     case optimizer_copy_finite:
       return "the optimizer's own copy of it (" + joined(fact.names) + ") on " +
              ranks_text(fact.ranks) + " is finite";

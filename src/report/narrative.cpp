@@ -427,6 +427,11 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
   if (loaded != nullptr && loaded->is_finite == false) {
     return "checkpoint, proven: " + loaded->name + ", which this run had loaded: " + loaded->found;
   }
+  if (origin.detail == Detail::unrecorded) {
+    return "unknown; bad data, or code that computed it before the first call of the model, which "
+           "is "
+           "not recorded in the first step";
+  }
   if (origin.detail == Detail::rewritten) {
     return "unknown; bad data, or a buffer that was read before it was filled: a restart has "
            "another "
@@ -515,6 +520,14 @@ std::string audience_of(const JobDecision& decision) {
   }
 }
 
+/// The line is that of the forward call whose derivative is bad; not of a hook or of a backward
+/// that the program wrote.
+bool is_of_forward(const Origin& origin) {
+  const Fact* const derivative = find_fact(origin.facts, FactKind::derivative_of);
+  return origin.cause != Cause::user_hook && origin.custom_function.empty() &&
+         derivative != nullptr && !derivative->op.empty();
+}
+
 std::string code_place_of(const Verdict& verdict, const Origin& origin) {
   const bool is_of_update =
       origin.cause == Cause::bad_weight && has_fact(origin.facts, FactKind::update_undefined);
@@ -529,7 +542,7 @@ std::string code_place_of(const Verdict& verdict, const Origin& origin) {
       text += ", forward";
       break;
     case Phase::backward:
-      text += ", called in forward, bad in backward";
+      text += is_of_forward(origin) ? ", called in forward, bad in backward" : ", backward";
       break;
     default:
       break;

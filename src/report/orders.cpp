@@ -95,6 +95,9 @@ std::string running_text(const Verdict& verdict) {
   const std::string step = step_text(verdict.iteration);
   if (verdict.status == VerdictStatus::benign) return "running; the scaler leaves this step out";
   if (job.are_weights_updated == true) return "running; the weights have the update of " + step;
+  if (job.is_discarded) {
+    return "running; the program itself discarded what " + step + " computed; weights good";
+  }
   if (verdict.rerun.reproduced == false && job.on_bad != "skip") {
     return "running, with the finite gradients of the re-run" + policy + "; weights good";
   }

@@ -418,6 +418,7 @@ std::string job_of(const Verdict& verdict) {
   if (course != Course::stops && job.are_weights_updated == true) {
     return "goes on; the weights have the update of " + step + policy;
   }
+  if (job.is_discarded) return "goes on: the program itself discarded what " + step + " computed";
   if (job.on_bad == "skip") return "goes on without the update of " + step + policy;
   const bool is_clean_now = verdict.rerun.reproduced == false;
   if (course != Course::stops && job.framework_skips_update && !is_clean_now &&

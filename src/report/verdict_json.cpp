@@ -73,6 +73,8 @@ constexpr auto json_fields(const JobState*) {
       JsonOrNull("on_bad", &JobState::on_bad),
       JsonField("weights_updated", &JobState::are_weights_updated),
       JsonAdded(JsonField("framework_skips_update", &JobState::framework_skips_update)),
+      JsonAdded(JsonField("is_discarded", &JobState::is_discarded)),
+      JsonAdded(JsonField("was_traced", &JobState::was_traced)),
       JsonAdded(JsonField("weights_finite", &JobState::are_weights_finite)),
       JsonAdded(JsonField("restart", &JobState::restart)),
       JsonAdded(JsonField("restart_before", &JobState::restart_before)));

@@ -143,6 +143,14 @@ void GradientLocator::set_no_rerun(std::string why) {
   impl_->no_rerun = std::move(why);
 }
 
+void GradientLocator::set_began_unrecorded() {
+  impl_->began_unrecorded = true;
+}
+
+void GradientLocator::set_discarded() {
+  impl_->is_discarded = true;
+}
+
 void GradientLocator::set_gradients_left_by(std::int64_t step) {
   impl_->gradients_left_by = step;
 }

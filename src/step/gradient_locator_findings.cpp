@@ -94,7 +94,7 @@ void GradientLocator::Impl::forget_step() {
   gradients_left_by.reset();
   no_rerun.clear();
   loss_scale.reset();
-  framework_skips_update = false;
+  framework_skips_update = began_unrecorded = is_discarded = false;
   notes = standing_notes;
   births.clear();
   kept_bundles.clear();
@@ -130,9 +130,11 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
   ledger.gradients_left_by = gradients_left_by;
   ledger.no_rerun = no_rerun;
   ledger.loss_scale = loss_scale;
-  ledger.framework_skips_update = framework_skips_update;
+  ledger.framework_skips_update = framework_skips_update || is_discarded;
   ledger.level = name_of(options.level);
-  ledger.on_bad = name_of(options.on_bad);
+  ledger.on_bad = name_of(is_discarded ? Policy::report : options.on_bad);
+  ledger.is_discarded = is_discarded;
+  ledger.began_unrecorded = began_unrecorded;
   ledger.births = births;
   ledger.sightings = crossed;
   ledger.crossings = crossings;

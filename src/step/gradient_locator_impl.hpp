@@ -98,6 +98,8 @@ struct GradientLocator::Impl {
   std::string no_rerun;
   std::optional<double> loss_scale;  // only if an overflow lowers it
   bool framework_skips_update = false;
+  bool began_unrecorded = false;
+  bool is_discarded = false;  // by the program itself
   std::vector<std::string> notes;
   std::vector<std::string> standing_notes;  // added to every step
   std::vector<Birth> births;

@@ -325,6 +325,7 @@ bool is_whole(const std::string& name, const ParameterMap& map) {
 }
 
 void answer(const PeerQuestion& question, RerunPasses& passes) {
+  constexpr std::int64_t kSamples = 8;
   std::vector<CollectiveResult> results;
   if (passes.boundaries) results = passes.boundaries->take_results();
   std::vector<WeightValue> weights;
@@ -335,8 +336,14 @@ void answer(const PeerQuestion& question, RerunPasses& passes) {
           is_whole(name, passes.locator.map()) && question.element < tensor.numel();
       if (!is_asked_for) continue;
       const at::NoGradGuard no_grad;
-      const auto value = tensor.reshape({-1})[question.element].item<double>();
-      weights.push_back({name, question.element, value});
+      const at::Tensor elements = tensor.reshape({-1});
+      const auto add = [&](std::int64_t element) {
+        weights.push_back({name, element, elements[element].item<double>()});
+      };
+      add(question.element);
+      // By these it is seen whether the ranks hold copies of one weight.
+      const std::int64_t last = tensor.numel() - 1;
+      for (std::int64_t i = 0; i < kSamples; ++i) add(i * last / (kSamples - 1));
     }
   } catch (const std::exception& error) {
     passes.locator.add_note("The weight " + question.parameter +

@@ -64,8 +64,9 @@ struct StepDriver::Impl {
   bool is_closed = false;
   bool is_on_device = false;  // the parameters are
   bool has_told_of_graph = false;
-  std::int64_t completed = 0;  // number of steps
-  bool has_had_pass = false;   // in any step
+  std::int64_t completed = 0;     // number of steps
+  bool began_unrecorded = false;  // this step
+  bool has_had_pass = false;      // in any step
   const Verdict* verdict = nullptr;
   std::size_t reported = 0;              // number of verdicts passed to the framework
   std::optional<std::int64_t> bad_step;  // the latest that made its bad gradients itself
@@ -89,6 +90,7 @@ struct StepDriver::Impl {
     bool is_update_running = false;
     bool has_ended_pass = false;
     bool has_left_gradients = false;  // bad ones of the latest bad step, when this one began
+    bool is_discarded = false;        // by the program itself
     Decision decision = Decision::proceed;
     std::shared_ptr<StepPass> pass;  // can be executed again now
     std::vector<LossView> losses;
@@ -119,6 +121,8 @@ struct StepDriver::Impl {
     }
     if (step.pass) locator.set_microbatches(step.pass->microbatches());
     if (step.has_left_gradients && bad_step) locator.set_gradients_left_by(*bad_step);
+    if (began_unrecorded) locator.set_began_unrecorded();
+    if (step.is_discarded) locator.set_discarded();
   }
 
   /// States of weights that were bad before the step show whether the last update made them bad; if
@@ -194,7 +198,9 @@ struct StepDriver::Impl {
     if (!framework->has_loss_scaler()) return false;
     const auto scale = framework->loss_scale();
     if (scale && scale->is_in_gradients) {
-      locator.set_loss_scale(scale->scale, scale->falls_on_overflow);
+      const bool is_scale = scale->scale > 0 && std::isfinite(scale->scale);
+      if (is_scale) locator.set_loss_scale(scale->scale, scale->falls_on_overflow);
+      if (!is_scale) locator.add_note("The loss scale is " + std::to_string(scale->scale));
     }
     return is_routine_overflow(scale);
   }
@@ -259,6 +265,7 @@ struct StepDriver::Impl {
   }
 
   Decision decide(bool are_gradients, bool is_clean_now) {
+    if (step.is_discarded) return Decision::proceed;
     switch (options().on_bad) {
       case Policy::report:
         return Decision::proceed;
@@ -374,6 +381,7 @@ struct StepDriver::Impl {
   void end() {
     if (step.is_update_running) rerun.end_update();
     step = {};
+    began_unrecorded = false;
     rerun.begin_pass();
     forget_observations();
   }
@@ -496,6 +504,14 @@ void StepDriver::forget_gradients() noexcept {
   if (impl.rerun.is_running()) return impl.rerun.forget_scans();
   if (!impl.step.pass) impl.step = {};
   impl.step.is_scanned = impl.step.is_agreed = false;
+}
+
+void StepDriver::note_unrecorded_beginning() {
+  impl_->began_unrecorded = true;
+}
+
+void StepDriver::set_discarded(bool is_discarded) {
+  impl_->step.is_discarded = is_discarded;
 }
 
 void StepDriver::note_left_gradients() {

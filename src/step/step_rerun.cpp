@@ -25,6 +25,18 @@ struct StepRerun::Impl {
   GradientLocator& locator;
   RerunPasses passes;
   RerunEvidence evidence;  // of the current re-run
+  /// Of the bad step's first pass, if its operators were traced.
+  std::optional<Explanation> of_first_pass;
+
+  /// What the births are taken from: the re-run if it was bad again, else the first pass.
+  const Explanation* explaining() {
+    const auto& again = evidence.explaining.explanation;
+    const bool is_bad_again =
+        evidence.findings.reproduced == true && again && !again->births.empty();
+    if (is_bad_again || !of_first_pass) return again ? &*again : nullptr;
+    evidence.findings.has_first_births = true;
+    return &*of_first_pass;
+  }
 
   void publish(const Explanation& explanation) {
     std::vector<Birth> births;
@@ -102,7 +114,9 @@ void StepRerun::forget_scans() noexcept {
 }
 
 bool StepRerun::run_again() {
-  auto& [locator, passes, evidence] = *impl_;
+  auto& locator = impl_->locator;
+  auto& passes = impl_->passes;
+  auto& evidence = impl_->evidence;
   passes.first_pass = locator.scanned_gradients();
   locator.keep_first_pass();
   passes.own_error = nullptr;
@@ -124,8 +138,9 @@ bool StepRerun::run_again() {
   if (is_complete && evidence.are_gradients_finite) {
     locator.add_note("The gradients in memory are now the finite ones of the re-run.");
   }
+  const Explanation* const explaining = impl_->explaining();
   locator.set_rerun(findings);
-  if (evidence.explaining.explanation) impl_->keep(*evidence.explaining.explanation);
+  if (explaining != nullptr) impl_->keep(*explaining);
   return is_clean_now;
 }
 
@@ -135,11 +150,15 @@ bool StepRerun::rerun_or_trace(BadStep bad) {
   const bool is_past_limit = impl.locator.incidents() >= options.max_incidents;
   if (is_past_limit && options.on_bad != Policy::recover) return false;
   if (options.rerun != RerunPolicy::never && bad.can_rerun == CanRerun::yes) {
+    if (impl.passes.standing) {
+      impl.of_first_pass = impl.passes.standing->explain({}, impl.passes.named(bad.results));
+    }
     bad.results.clear();  // frees the first pass's gradients before the second pass
     impl.passes.step = std::move(bad.pass);
     impl.passes.boundaries = std::move(bad.boundaries);
     const auto forget = c10::make_scope_exit([&] {
       impl.evidence = {};
+      impl.of_first_pass.reset();
       impl.passes.boundaries.reset();
       impl.passes.step.reset();
     });
@@ -149,11 +168,11 @@ bool StepRerun::rerun_or_trace(BadStep bad) {
       Pass lost;
       lost.problem = first_line(error);
       lost.error = std::current_exception();
-      const auto& explanation = impl.evidence.explaining.explanation;
+      const Explanation* const explaining = impl.explaining();
       impl.locator.set_rerun(impl.evidence.findings);
-      if (explanation) impl.publish(*explanation);
+      if (explaining != nullptr) impl.publish(*explaining);
       (void)impl.passes.has_ended_early(lost);
-      if (explanation) impl.keep(*explanation);
+      if (explaining != nullptr) impl.keep(*explaining);
     }
     return false;
   }

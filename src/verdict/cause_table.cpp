@@ -149,6 +149,7 @@ const std::array<CauseRow, kNames<Cause>.size()>& table() {
        false,
        {checkpoint, last_update, memory},
        {{check_buffer, is_made_earlier},
+        {restore_copy, has<F::written_by_program>},
         {restore_copy, was_damaged_later},
         {check_update, has<F::update_undefined>},
         {reset_optimizer_state, has<F::optimizer_state_bad>},
@@ -385,6 +386,7 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
     case Action::correct_custom_code:
       return origin.code ? Owner::model_author : Owner::vendor;
     case Action::restore_copy:  // one bad copy of several was not made by code
+      if (has<FactKind::written_by_program>(origin)) return Owner::model_author;
       return has<FactKind::copies_clean>(origin) ? Owner::cluster_operator : Owner::unknown;
     case Action::find_writer:
       return Owner::model_author;
@@ -408,6 +410,7 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   const auto drop = [&](auto... suspects) { (std::erase(left, suspects), ...); };
   if (was_changed_in_place(origin)) return {Suspect::last_update};
   if (origin.cause == Cause::bad_weight && is_made_earlier(origin)) return {};
+  if (has<FactKind::written_by_program>(origin)) return {Suspect::writer, Suspect::last_update};
   if (origin.cause == Cause::bad_weight && was_damaged_later(origin)) {
     if (has<FactKind::copies_clean>(origin)) {
       return {Suspect::link, Suspect::memory, Suspect::kernel};
@@ -482,7 +485,9 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
   if (origin.detail == Detail::custom_code) return Confidence::medium;
   if (was_changed_in_place(origin)) return Confidence::low;
   if (origin.detail == Detail::made_earlier) return Confidence::medium;
-  if (origin.detail == Detail::rewritten) return Confidence::low;
+  if (origin.detail == Detail::rewritten || origin.detail == Detail::unrecorded) {
+    return Confidence::low;
+  }
   if (has<FactKind::update_undefined>(origin)) return Confidence::medium;
   if (origin.cause == Cause::race && is_of_timing(origin) &&
       (is_beside<Concurrent::transfer>(origin) || is_beside<Concurrent::thread>(origin) ||
@@ -511,7 +516,8 @@ const CauseRow& row_of(Cause cause) {
 /// Whether one copy of the weight was changed alone, by something that no rank's code does: not if
 /// the update or the program itself made it bad, nor if whole weights are bad.
 static bool was_one_copy_damaged(const Origin& origin) {
-  if (has<FactKind::update_undefined>(origin) || is_made_earlier(origin)) return false;
+  if (has<FactKind::update_undefined, FactKind::written_by_program>(origin)) return false;
+  if (is_made_earlier(origin)) return false;
   if (!origin.tensor || !has<FactKind::further_weights_bad>(origin)) return true;
   std::int64_t elements = 1;
   for (const std::int64_t size : origin.tensor->shape) elements *= size;

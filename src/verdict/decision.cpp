@@ -102,6 +102,9 @@ Proposal proposal_for(const Origin& origin) {
       if (origin.detail == Detail::rewritten) {
         return {DecisionKind::restart_as_is, Owner::model_author};
       }
+      if (origin.detail == Detail::unrecorded) {
+        return {DecisionKind::do_not_restart, Owner::model_author};
+      }
       [[fallthrough]];
     case Cause::empty_loss_mask:
       return {DecisionKind::skip_batch, Owner::data};
@@ -124,7 +127,8 @@ Proposal proposal_for(const Origin& origin) {
     case Cause::recompute_mismatch:
     case Cause::kernel_bug:
       return if_it_comes_again(origin,
-                               !shows<FactKind::gone_in_rerun, FactKind::rerun_clean>(origin));
+                               !shows<FactKind::gone_in_rerun, FactKind::rerun_clean>(origin) ||
+                                   std::ranges::any_of(origin.facts, was_bad_in_replay));
     case Cause::operator_bug:
       if (origin.detail == Detail::custom_code) return if_it_comes_again(origin, true);
       // Finite with the same inputs elsewhere: the kernel, or this device.
@@ -373,7 +377,7 @@ JobDecision decide(const Verdict& verdict, std::span<const Verdict> earlier) {
     }
   }
   decision.kind = proposal.kind;
-  decision.is_traced = proposal.is_traced;
+  decision.is_traced = proposal.is_traced && !verdict.job.was_traced;
   set_checkpoint(verdict, proposal.is_before_step, decision);
   const bool is_down = decision.kind == DecisionKind::do_not_restart;
   (is_down ? decision.page : decision.ticket) = proposal.caller;

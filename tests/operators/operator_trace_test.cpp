@@ -752,7 +752,10 @@ TEST(OperatorTrace, WhereACopyOfWhatIsWrittenInPlaceMayNotBeTakenTheBirthIsNamed
 struct PlantedCode final : ProgramCode {
   int line = 0;
   int program = 0;
-  Caller caller() override { return {.user = {&program, line}, .framework = {}}; }
+  Caller caller() override {
+    return {.user = {&program, line}, .framework = {}, .is_programs = true};
+  }
+  bool is_running() override { return true; }
   std::optional<CodeLine> read(const Position& position) override {
     if (position.code == nullptr) return std::nullopt;
     return CodeLine{"loss.py", position.line, "f", "x"};

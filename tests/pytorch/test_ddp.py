@@ -44,7 +44,7 @@ class Training:
 
     def __init__(self, rank, variant, fault=lambda parameter: None):
         torch.manual_seed(0)
-        self.rank, self.variant = rank, variant
+        self.rank, self.variant, self.steps = rank, variant, -1
         self.model = Net()
         self.model.head.weight.register_hook(lambda gradient: fault(gradient))
         self.ddp = DistributedDataParallel(self.model, **VARIANTS[variant])
@@ -57,6 +57,7 @@ class Training:
         self.ddp(torch.randn(6, 4)).backward()
 
     def step(self):
+        self.steps += 1
         if self.variant == "no_sync":
             with self.ddp.no_sync():
                 self.backward()
@@ -186,6 +187,57 @@ def opposite_infinities(rank, world_size):
             training.step()
     except nanlocator.NonFiniteGradientError as error:
         return error.verdict
+
+
+def fault_in_a_hook(rank, world_size, where):
+    training = Training(rank, "plain")
+
+    def hook(_, bucket):
+        is_bad, buffer = training.steps == 1, bucket.buffer()
+
+        def received(done):
+            (summed,) = done.value()
+            if where == "after" and is_bad and rank == 1:
+                summed = summed / summed.mul(0).norm()
+            return summed / world_size
+
+        if where == "before" and is_bad:
+            buffer = buffer / buffer.mul(0).norm()
+        return dist.all_reduce(buffer, async_op=True).get_future().then(received)
+
+    training.ddp.register_comm_hook(None, hook)
+    return verdict_of_steps(training)
+
+
+def verdict_of_steps(training):
+    nanlocator.watch(training.ddp, training.optimizer)
+    try:
+        for _ in range(3):
+            training.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+@pytest.mark.parametrize(("where", "ranks"), [("before", [0, 1]), ("after", [1])])
+def test_a_fault_in_a_communication_hook_is_the_hooks(where, ranks):
+    for verdict in run_ranks(2, fault_in_a_hook, where):
+        (origin,) = verdict["origins"]
+        assert (origin["cause"], origin["phase"]) == ("user_hook", "backward")
+        assert origin["code"]["text"].startswith(("buffer = buffer /", "summed = summed /"))
+        assert (origin["candidates"] or [origin["coordinates"]["rank"]]) == ranks
+        assert "called in forward" not in verdict["narrative"]["place"]
+        assert verdict["decision"]["hosts"] == []
+
+
+def too_large_for_half(rank, world_size):
+    training = Training(rank, "communication_hook", lambda gradient: gradient.mul_(1e7))
+    return verdict_of_steps(training)
+
+
+def test_an_overflow_in_pytorchs_communication_hook_is_that_of_its_conversion():
+    for verdict in run_ranks(2, too_large_for_half):
+        (origin,) = verdict["origins"]
+        assert (origin["cause"], origin["operator"]) == ("operator_overflow", "aten::_to_copy")
 
 
 def summing(_, bucket):

@@ -142,3 +142,44 @@ def test_where_nobody_saw_the_sum_arrive_code_that_wrote_to_it_later_is_a_suspec
         assert "not_seen_on_arrival" in [fact["kind"] for fact in origin["facts"]]
         assert "writer" in origin["alternatives"]
         assert verdict["narrative"]["code"] == "reduced_wrong"
+
+
+class Expert(nn.Module):
+    """One expert on each rank, under one name."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 8)
+        torch.manual_seed(rank)
+        self.expert = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.expert(torch.tanh(self.body(x)))
+
+
+def bad_expert(rank, world_size):
+    model = Expert(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    nanlocator.watch(model, optimizer)
+    try:
+        for step in range(3):
+            if step == BAD_STEP and rank == 1:
+                ctypes.c_float.from_address(model.expert.weight.data_ptr() + 12).value = math.nan
+            optimizer.zero_grad()
+            model(torch.ones(6, 4)).square().mean().backward()
+            for parameter in model.body.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict
+
+
+def test_weights_of_one_name_that_differ_are_no_copies():
+    for verdict in run_kept_ranks(2, bad_expert):
+        (origin,) = verdict["origins"]
+        assert (origin["cause"], origin["parameter"]) == ("bad_weight", "expert.weight")
+        assert origin["coordinates"]["rank"] == 1
+        kinds = [fact["kind"] for fact in origin["facts"]]
+        assert "copies_clean" not in kinds and "no_copy_elsewhere" in kinds
+        assert verdict["decision"]["hosts"] == []

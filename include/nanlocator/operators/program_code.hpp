@@ -27,11 +27,16 @@ class ProgramCode {
   struct Caller {
     Position user;       // the innermost line of the user's own code
     Position framework;  // the innermost framework line, if it is further in
+    /// `user` is what runs now: a line of the program's own, and not the call of a backward in
+    /// which other code runs.
+    bool is_programs = false;
   };
 
   /// The calling thread's current line. Must be cheap: called at every forward operator that
   /// autograd records.
   [[nodiscard]] virtual Caller caller() = 0;
+  /// True if the calling thread now executes code in the source's language, at any depth.
+  [[nodiscard]] virtual bool is_running() = 0;
   [[nodiscard]] virtual std::optional<CodeLine> read(const Position& position) = 0;
   /// This thread's frames, innermost first: "file.py:12 in forward".
   [[nodiscard]] virtual std::vector<std::string> stack() = 0;

@@ -202,6 +202,8 @@ struct Birth {
       false;  // no module was entered: the one whose parameter was last used on this thread
   /// The operator is not PyTorch's own (not aten, prims), so its mathematics is unknown.
   bool is_custom_operator = false;
+  /// A hook of a parameter's gradient, after it was added up, or of a bucket of gradients did it.
+  bool is_in_hook = false;
   std::string node;             // backward: the autograd node, "DivBackward0"
   std::string forward_op;       // backward: the operator whose derivative it is
   std::string custom_function;  // the custom autograd Function whose own code produced it

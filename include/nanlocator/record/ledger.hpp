@@ -101,7 +101,10 @@ struct Rerun {
   std::vector<std::int64_t> bad_parameters;
   /// State that the first pass changed and that could not be restored.
   std::vector<std::string> not_restored;
-  bool without_reduction = false;          // see StepPass::leaves_out_reduction
+  bool without_reduction = false;  // see StepPass::leaves_out_reduction
+  /// The births are of the first pass, whose operators were traced: the re-run was finite, or did
+  /// not complete.
+  bool has_first_births = false;
   std::vector<VariantOutcome> variants;    // in execution order
   std::vector<UnorderedAccess> unordered;  // in the traced pass
   /// Other users of the step's memory that were seen while operators of the traced pass ran,
@@ -185,8 +188,12 @@ struct Ledger {
   std::optional<double> loss_scale;
   /// The earlier step whose bad gradients were still there when this one began.
   std::optional<std::int64_t> gradients_left_by;
+  /// What the program computed in this step before the model's first call was not recorded.
+  bool began_unrecorded = false;
   /// The framework itself skips this step's update, whatever the policy.
   bool framework_skips_update = false;
+  /// The program itself throws away what the step has computed; it is not stopped.
+  bool is_discarded = false;
   /// Largest finite |gradient| of this rank before the clip, and its parameter (for a norm that
   /// overflows although every gradient is finite).
   std::optional<double> absmax;

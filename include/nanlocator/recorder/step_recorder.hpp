@@ -97,6 +97,12 @@ class StepRecorder {
   /// Parameters that were written to since the last `note_weights`.
   [[nodiscard]] std::vector<at::Tensor> changed_weights() const;
   void note_weights();
+  /// Parameters that the program itself has written to or given other memory (`p.data = x`) before
+  /// the step, and no update since.
+  [[nodiscard]] std::vector<at::Tensor> written_by_program() const;
+  /// Around a call of a module, which may write to its own weights (Embedding's max_norm).
+  void begin_call();
+  void end_call();
   /// While a checkpoint is loaded into the weights, copies of what no operator made are no writes
   /// of the program.
   void set_loading(bool is_loading);
@@ -114,6 +120,9 @@ class StepRecorder {
   /// True if a collective of the program itself wrote to gradients in this step, or sent them. A
   /// replay ends before it.
   [[nodiscard]] bool has_reduced_gradients() const noexcept;
+  /// The program has computed tensors of several elements from gradients in this step: it may use
+  /// them after the gradients are gone.
+  [[nodiscard]] bool has_taken_gradients() const noexcept;
   /// Pauses and resumes; calls nest.
   void pause() noexcept;
   void resume();

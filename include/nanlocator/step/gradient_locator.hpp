@@ -101,6 +101,10 @@ class GradientLocator {
   void set_no_rerun(std::string why);
   /// The earlier step whose bad gradients were still there when this one began.
   void set_gradients_left_by(std::int64_t step);
+  /// What the program computed in this step before the model's first call was not recorded.
+  void set_began_unrecorded();
+  /// The program itself throws away what this step has computed: the policy is `skip`.
+  void set_discarded();
   /// The factor of this step's gradients (fp16's loss scale); call any time before the next
   /// begin_step or conclude. The history is divided by it; without a call it stays as scanned.
   /// `falls_on_overflow`: the scaler lowers it after an overflow, which is then no fault (cause

@@ -94,6 +94,11 @@ class StepDriver {
   void forget_gradients() noexcept;
   /// This step's backward adds to gradients that the latest bad step left behind. Within a pass.
   void note_left_gradients();
+  /// The program has computed something in this step that was not recorded.
+  void note_unrecorded_beginning();
+  /// While it is true, the program itself throws away what this step has computed: a finding is
+  /// reported, and the program goes on, whatever the policy.
+  void set_discarded(bool is_discarded);
   /// The norm from the framework's clip. Set before the agreement, it is agreed on; set later, it
   /// must be the same on all ranks, and a non-finite one is judged at once.
   Decision set_gradient_norm(double norm);

@@ -83,6 +83,7 @@ enum class Detail {
   exceeds_range,     // the true result does not fit the dtype
   made_earlier,      // by an operator that the re-run did not repeat; what it was given is unknown
   rewritten,         // a batch whose memory was written again while the step ran
+  unrecorded,        // data, or what the program computed before its step was recorded
   custom_code,       // an operator or autograd Function from outside PyTorch
 };
 [[nodiscard]] constexpr auto names_of(Detail) {
@@ -90,7 +91,7 @@ enum class Detail {
       {"none", "sqrt_of_negative", "log_of_zero", "log_of_negative", "division_by_zero",
        "zero_over_zero", "power_of_zero", "power_of_negative", "outside_domain",
        "derivative_at_pole", "masked_row", "mean_of_nothing", "too_few_elements", "from_infinity",
-       "exceeds_range", "made_earlier", "rewritten", "custom_code"});
+       "exceeds_range", "made_earlier", "rewritten", "unrecorded", "custom_code"});
 }
 
 /// The party that can act.

@@ -131,6 +131,7 @@ namespace nanlocator::inline verdict_room {
   FACT(copies_not_scanned)                                                    \
   FACT(optimizer_state_bad)                                                   \
   FACT(gradients_left)                                                        \
+  FACT(written_by_program)                                                    \
   FACT(update_undefined)                                                      \
   FACT(optimizer_copy_finite)                                                 \
   FACT(optimizer_state_finite)                                                \

@@ -127,6 +127,10 @@ struct JobState {
   std::optional<bool> are_weights_updated;
   /// The framework itself skips the update of a step with bad gradients, as loss scalers do.
   bool framework_skips_update = false;
+  /// Every rank traced its operators: another traced step would tell no more.
+  bool was_traced = false;
+  /// The program itself threw away what the step had computed, and was not stopped.
+  bool is_discarded = false;
   /// Of every weight on every rank, before the step.
   std::optional<bool> are_weights_finite;
   Restart restart = Restart::unknown;

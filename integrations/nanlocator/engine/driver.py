@@ -30,6 +30,7 @@ from nanlocator.exchange.boundaries import Boundaries
 from nanlocator.exchange.transfers import SerialisedTransfers, ShownTransfers
 from nanlocator.hooks.patches import weakly
 from nanlocator.state.buffers import Buffers
+from nanlocator.state.communication_hooks import HookStates
 from nanlocator.state.cuda_graphs import OwnReplays, ReplayedGraphs, without_graphs
 from nanlocator.state.module_attributes import ModuleAttributes
 from nanlocator.state.rerun import Fp8Scales, GeneratorStates
@@ -247,6 +248,7 @@ class Driver(_EngineDriver):
         self.add_state("the generators of Python and numpy", GeneratorStates())
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
         own_replays = OwnReplays(weakly(self.locator.add_standing_note))
+        self.add_state("what communication hooks keep", HookStates(adapter.models))
         self.add_state("CUDA graphs", ReplayedGraphs(adapter.models, own_replays))
         self.add_state("the models' buffers", adapter.buffers)
         self._checkpoint_files: list[CheckpointFiles] = []

@@ -77,6 +77,7 @@ class PlainAdapter(Adapter):
         self.pipeline_group = group_of(models.values())
         self.left_out: set[torch.Tensor] = set()  # parameters whose gradients belong to another step
         self.has_own_state = False  # the program has registered further state of its passes
+        self.written_by_program: Callable[[], list[torch.Tensor]] = list  # parameters, before the step
         self.has_changed_weights = False  # the weights differ from those that the step used
         kept = {t: p for each in models.values() for t, p in fsdp2.whole_and_sharded(each)}
         self._names = {kept.get(p, p): n for n, p in self._named("named_parameters")}
@@ -196,7 +197,11 @@ class PlainAdapter(Adapter):
             for i, part, optimizer in used
             for name, value in state_numbers(optimizer, part.tensor)
         ]
-        return tensors + numbers
+        written = set(self.written_by_program())
+        writes = [
+            (i, "written_by_program", torch.ones(()), 0) for i in ids if self.parts[i].tensor in written
+        ]
+        return tensors + numbers + writes
 
     def skips_bad_updates(self) -> bool:
         """A loss scaler that has seen an overflow, or will, leaves out the update."""

@@ -279,13 +279,14 @@ class StepRecorder:
         kept = self._keep_call(_ModuleCall, module, run, args, kwargs)
         if kept is None:
             self.give_up(f"the arguments of {class_name(module)} cannot be kept")
+        self._engine.begin_call()
         try:
             with self.suspended(), self._in_module():
                 output = original(module, *args, **kwargs)
         except Exception as error:
             self._note_error(kept, error)
             raise
-        self._engine.note_weights()  # a forward may write to its own weights (Embedding's max_norm)
+        self._engine.end_call()
         if kept is not None:
             self._engine.add_call(*kept, _results_in(output))
         return output
@@ -409,6 +410,10 @@ class StepRecorder:
     def has_reduced_gradients(self) -> bool:
         return self._engine.has_reduced_gradients()
 
+    @property
+    def has_taken_gradients(self) -> bool:
+        return self._engine.has_taken_gradients()
+
     def _assigned(self) -> dict[torch.Tensor, _C.RecordedValue]:
         """The gradients that the program has computed by operators and assigned."""
         return {
@@ -523,6 +528,9 @@ class StepRecorder:
     def note_weights(self) -> None:
         """Notes the weights with which a pass begins."""
         self._engine.note_weights()
+
+    def written_by_program(self) -> list[torch.Tensor]:
+        return self._engine.written_by_program()
 
     def changed_weights(self) -> list[torch.Tensor]:
         """Weights that the program itself has written to in this pass."""

@@ -115,6 +115,7 @@ class Watch(Locator):
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
         self._recorder = StepRecorder(self._adapter.tensors, self, resolved.recorded_bytes)
         self._driver.add_state("the weights", WeightsState(self._recorder))
+        self._adapter.written_by_program = self._recorder.written_by_program
         self._loop = LoopReading()
         self._is_left_out = False  # the update, of gradients that were scanned
         self._was_training = False  # in the latest forward
@@ -209,6 +210,10 @@ class Watch(Locator):
         self._recorder.has_gradients = True
         self._recorder.give_up(why_no_rerun)
 
+    def begins_unrecorded(self) -> None:
+        """The program has computed something in this step before this watch."""
+        self._driver.note_unrecorded_beginning()
+
     def before_backward(self, roots: list[torch.Tensor]) -> None:
         self._recorder.note_losses(roots)
         read, are_zeroed = self._loop.take_left_losses()
@@ -278,6 +283,15 @@ class Watch(Locator):
         except BaseException:
             self._forget()
             raise
+
+    @contextlib.contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """What is found meanwhile is reported and does not stop the program, which throws it away."""
+        self._driver.set_discarded(True)
+        try:
+            yield
+        finally:
+            self._driver.set_discarded(False)
 
     def _forget(self) -> None:
         self._recorder.forget()
@@ -355,7 +369,8 @@ class Watch(Locator):
         if not self._driver.is_in_pass or not self._has_bad_loss(read):
             return
         if self._driver.connection is None:
-            self._end_pass()
+            with self._discarding():
+                self._end_pass()
             with self._abandoning():
                 self._end_step()
             return
@@ -619,7 +634,9 @@ class Watch(Locator):
             self._driver.abandon()
             self._forget()
         elif ours and not self._is_in_closure:  # those of its last evaluation were scanned
-            self._scan_gradients(ours, are_dropped=True)
+            are_kept = self._recorder.has_taken_gradients  # a loop over tasks zeroes before each one's
+            with contextlib.nullcontext() if are_kept else self._discarding():
+                self._scan_gradients(ours, are_dropped=True)
             # The next forward ends the step; a backward belongs to it: PCGrad zeroes before each task's.
             self._is_left_out = self._driver.has_ended_pass
         had_backward = self._recorder.backwards > 0

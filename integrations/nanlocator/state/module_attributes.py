@@ -4,20 +4,22 @@ cache that is None before the first pass, a growing list.
 A re-run restores numbers, strings, None, references to tensors, and random generators, but not writes into
 a tensor. Other values are not saved at the start of a step. But if a re-run changes one, the first pass has
 changed it too, and a fault that the re-run does not show may have depended on it. That holds also for what
-the modules' code names beside its attributes: a global variable, a default argument, a class, a closure's
-variable."""
+the modules' code, or that of their hooks, names beside its attributes: a global variable, a default argument,
+a class, a closure's variable."""
 
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from nanlocator.state.closures import attributes_loaded, for_each_used, iterators_of
+from nanlocator.state.closures import Used, attributes_loaded, for_each_used, iterators_of
+from nanlocator.state.communication_hooks import communication_hooks_of
+from nanlocator.state.named_values import NamedValues
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 LIBRARIES = (
@@ -37,6 +39,8 @@ _MOST = 64  # compared elements of a container, besides its length
 _MOST_NAMED = 4
 _MOST_BYTES = 1 << 24  # of a tensor that is kept during a step: larger ones are results
 _MOST_MODULES = 256
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 _ABSENT = object()  # a module has no attribute of this name
 
@@ -94,6 +98,7 @@ class ModuleAttributes:
         self._restored = 0  # times in this step
         self._seen: dict[tuple[int, str, str], Any] = {}
         self._moved: list[str] = []
+        self._named = NamedValues((), _is_of_a_library)
         self.follow()
 
     def follow(self) -> None:
@@ -104,6 +109,7 @@ class ModuleAttributes:
         if self._looks_left > 0:
             self._looks_left -= 1
             self._look()
+        self._named.save()
         self._numbers = [len(held) for held, _ in self._own]
         self._generators_began = [_state_of(each) for each in self._generators]
         now = (held.get(name, _ABSENT) for held, name, _ in self._places)
@@ -121,6 +127,9 @@ class ModuleAttributes:
                 kept.left = kept.now
             self._generators_left = [_state_of(each) for each in self._generators]
             self._moved = [f"'{name}' is an iterator" for name in self._iterators()]
+            self._moved += [f"'{name}' was changed during the step" for name in self._named.changed()]
+            if "grad" in self._loaded():
+                self._moved.append("a module's code reads '.grad'")
         elif self._restored == 2:
             loaded = self._loaded()
             self._moved += [
@@ -170,6 +179,7 @@ class ModuleAttributes:
                     self._own.append((held, path))
                     generators |= {id(each): each for each in held.values() if _is_generator(each)}
         self._generators = list(generators.values())
+        self._named = NamedValues(self._own_functions(), _is_of_a_library)
 
     def _moved_places(self) -> Iterator[_Kept]:
         for place, began in zip(self._places, self._began, strict=True):
@@ -193,7 +203,8 @@ class ModuleAttributes:
             if name not in _OF_TORCH and (content := _content(value)) is not None
         }
 
-        def take(name: str, value: Any) -> None:
+        def take(used: Used) -> None:
+            value = used.value
             if isinstance(value, type):
                 content = _attributes_of(value)
             elif isinstance(value, torch.Tensor | nn.Module):
@@ -201,29 +212,42 @@ class ModuleAttributes:
             else:
                 content = _content(value)
             if content is not None:
-                contents.setdefault((-1, "", name), []).append(content)
+                contents.setdefault((-1, "", used.name), []).append(content)
 
-        for module in self._own_modules():
-            for_each_used(module.forward, take)
+        for function in self._own_functions():
+            for_each_used(function, take)
         return contents
 
-    def _own_modules(self) -> list[nn.Module]:
-        modules = (module for model in self._models for module in model.modules())
-        return [each for each in modules if not _is_of_library(each)][:_MOST_MODULES]
+    def _own_functions(self) -> list[Callable[..., Any]]:
+        """What the step calls of the program's own: forwards, and hooks of modules and of gradients."""
+        modules = [module for model in self._models for module in model.modules()]
+        own = [each for each in modules if not _is_of_library(each)][:_MOST_MODULES]
+        hooks = [
+            hook for module in modules for name in _HOOKS for hook in vars(module).get(name, {}).values()
+        ]
+        hooks += [hook for hook, _ in communication_hooks_of(self._models)]
+        return [each.forward for each in own] + [each for each in hooks if not _is_of_libraries(each)]
 
     def _loaded(self) -> set[str]:
-        """Attributes that the forwards of the program's own modules read."""
-        return {name for module in self._own_modules() for name in attributes_loaded(module.forward)}
+        """Attributes that these functions read."""
+        return {name for function in self._own_functions() for name in attributes_loaded(function)}
 
     def _iterators(self) -> list[str]:
-        """Iterators that the forwards of the program's own modules draw from."""
-        return [name for module in self._own_modules() for name in iterators_of(module.forward)]
+        """Iterators that they draw from."""
+        return [name for function in self._own_functions() for name in iterators_of(function)]
 
 
 def _is_of_library(module: nn.Module) -> bool:
     """Whether all its classes are a library's: fully_shard derives a class of its own from a program's."""
-    packages = (each.__module__.partition(".")[0] for each in type(module).__mro__)
-    return all(package in LIBRARIES or package in sys.stdlib_module_names for package in packages)
+    return all(_is_of_a_library(each.__module__.partition(".")[0]) for each in type(module).__mro__)
+
+
+def _is_of_a_library(package: str) -> bool:
+    return package in LIBRARIES or package in sys.stdlib_module_names
+
+
+def _is_of_libraries(function: Callable[..., Any]) -> bool:
+    return _is_of_a_library(str(getattr(function, "__module__", "")).partition(".")[0])
 
 
 def _shown(path: str, name: str) -> str:

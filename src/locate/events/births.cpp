@@ -133,7 +133,9 @@ class Births {
         born_.push_back(
             {.origin = origin_of(root),
              .is_receipt = is_receipt(root),
-             .is_opaque = birth.kind == BirthKind::opaque || birth.kind == BirthKind::kernel});
+             .is_opaque = birth.kind == BirthKind::opaque || birth.kind == BirthKind::kernel,
+             .is_in_hook = birth.is_in_hook,
+             .is_first = root.rank->ledger().rerun && root.rank->ledger().rerun->has_first_births});
       }
       Born& each = born_[entry->second];
       const int rank = root.rank->rank();

@@ -94,6 +94,8 @@ struct Born {
   Origin origin;
   bool is_receipt = false;   // it came out of a collective
   bool is_opaque = false;    // it was computed off the dispatcher, as far as the trace could follow
+  bool is_in_hook = false;   // see Birth
+  bool is_first = false;     // of the first pass, whose operators were traced
   std::set<int> replicas{};  // of its ranks, and of those that received it
   std::set<int> microbatches{};
   std::map<int, std::int64_t> positions{};  // of each rank's first, where known

@@ -72,7 +72,9 @@ class Refinement {
       if (!is_of_first_pass(each)) {
         origin.facts.insert(origin.facts.end(), facts.begin(), facts.end());
       }
-      if (rerun_.reproduced == false) mark_as_gone(origin);
+      // What a call gives again on the inputs of the first pass is no fault that was gone.
+      const bool is_proven = each.is_first && gives_it_again(origin);
+      if (rerun_.reproduced == false && !is_proven) mark_as_gone(origin);
       origins.push_back(std::move(origin));
     }
     std::ranges::move(left, std::back_inserter(origins));
@@ -177,8 +179,10 @@ class Refinement {
     const Part part = part_of(born.phase);
     const bool is_in_time = *source.since <= part && part <= last_part_before(source) &&
                             may_be_same(each.microbatches, source.microbatches);
-    // A weight may be read in any microbatch.
-    if (!is_in_time && !(is_of_weight && *source.since == Part::forward)) return false;
+    // A weight may be read in any microbatch; a hook may run after the gradient was scanned.
+    const bool may_be_between = (is_of_weight && *source.since == Part::forward) ||
+                                (each.is_in_hook && seen.phase == Phase::grad_reduced);
+    if (!is_in_time && !may_be_between) return false;
     if (is_computed(source)) {
       return std::ranges::any_of(born.candidates, [&](int rank) {
         return std::ranges::count(seen.candidates, rank) > 0 &&
@@ -319,6 +323,12 @@ class Refinement {
       if (std::ranges::count(rerun->bad_parameters, id) > 0) return true;
     }
     return false;
+  }
+
+  /// The call alone, executed again on its recorded inputs.
+  static bool gives_it_again(const Origin& origin) {
+    const Fact* const replayed = find_fact(origin.facts, FactKind::replayed);
+    return replayed != nullptr && replayed->conclusion.starts_with("deterministic");
   }
 
   bool is_gone(const Source& source) const {

@@ -1,0 +1,92 @@
+"""Values outside of modules that the step's code names, and that the program may change between the step's
+use of them and its re-run: a global counter, a configuration's temperature, a class attribute, a list, a
+memory bank."""
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanlocator.state.closures import Used, for_each_used
+
+_MOST = 64  # values, and elements of one
+_ABSENT = object()
+_NUMBERS = bool | int | float | str | None
+
+
+class NamedValues:
+    """Compares the values with those of the step's beginning. They are not restored: when in the step the
+    program has set them is unknown.
+
+    Args:
+        functions: the step's functions.
+        is_of_library: whether a package is a library's; its variables are not the program's.
+    """
+
+    def __init__(self, functions: Iterable[Callable[..., Any]], is_of_library: Callable[[str], bool]) -> None:
+        self._is_of_library = is_of_library
+        self._used: dict[tuple[int, str], Used] = {}
+        for function in functions:
+            for_each_used(function, self._take)
+        self._began: list[Any] = []
+
+    def save(self) -> None:
+        self._began = [_content(_now(used)) for used in self._used.values()]
+
+    def changed(self) -> Iterator[str]:
+        """Names of those that are others than when ``save`` was called."""
+        for used, began in zip(self._used.values(), self._began, strict=False):
+            if _content(_now(used)) != began:
+                yield used.name
+
+    def _take(self, used: Used) -> None:
+        if used.owner is None or len(self._used) >= _MOST or isinstance(used.owner, nn.Module):
+            return
+        if _content(used.value) is None or self._is_of_library(_package_of(used.owner)):
+            return
+        self._used.setdefault((id(used.owner), used.key), used)
+
+
+def _package_of(owner: Any) -> str:
+    if isinstance(owner, dict):  # global variables
+        name = owner.get("__name__", "")
+    elif isinstance(owner, types.ModuleType):
+        name = owner.__name__
+    elif isinstance(owner, types.CellType | types.SimpleNamespace):
+        name = ""
+    else:
+        name = (owner if isinstance(owner, type) else type(owner)).__module__
+    return str(name).partition(".")[0]
+
+
+def _now(used: Used) -> Any:
+    owner, key = used.owner, used.key
+    if isinstance(owner, types.CellType):
+        try:
+            return owner.cell_contents
+        except ValueError:
+            return _ABSENT
+    held = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    return held.get(key, _ABSENT)
+
+
+def _content(value: Any) -> Any:
+    """A value by which two contents are compared; None if they cannot be compared."""
+    if isinstance(value, _NUMBERS):
+        return type(value), repr(value)
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, nn.Parameter) or value.requires_grad or value.is_inference():
+            return None
+        return id(value), value._version
+    if isinstance(value, list | tuple | deque | dict) and len(value) <= _MOST:
+        elements = list(value.items()) if isinstance(value, dict) else list(value)
+        simple = [
+            repr(each)
+            for each in elements
+            if isinstance(each, _NUMBERS) or (isinstance(value, dict) and isinstance(each[1], _NUMBERS))
+        ]
+        return len(value), simple
+    return None if value is not _ABSENT else "absent"
