@@ -102,6 +102,12 @@ JobState job_state_of(const Incident& incident, const std::vector<Origin>& origi
     if (!advice.before) continue;
     job.restart_before = std::min(*advice.before, job.restart_before.value_or(*advice.before));
   }
+  const bool is_of_weights = std::ranges::any_of(origins, [](const Origin& origin) {
+    return origin.cause == Cause::bad_weight || origin.cause == Cause::optimizer_state ||
+           origin.phase == Phase::params_before;
+  });
+  const bool are_unused = job.are_weights_finite == false && !is_of_weights;
+  if (are_unused) job.are_weights_finite.reset();  // those that the step used may be
   const bool has_bad_weights = job.are_weights_finite == false;
   if (has_bad_weights && job.restart < Restart::before_step) job.restart = Restart::check_first;
   if (job.restart != Restart::before_step) job.restart_before.reset();

@@ -402,6 +402,10 @@ TEST(BirthOrigins, ZeroOverAZeroThatIsNoCountIsNoEmptyLossMask) {
   EXPECT_EQ(cause_of({}, false), Cause::empty_loss_mask);
   EXPECT_EQ(cause_of({}, true), Cause::operator_undefined);    // the area of a union of boxes
   EXPECT_EQ(cause_of({4}, false), Cause::operator_undefined);  // in one of four elements
+  quotient.code = CodeLine{"loss.py", 3, "f", "loss = error / base"};
+  EXPECT_EQ(cause_of({}, false), Cause::operator_undefined);  // nothing is counted there
+  quotient.code = CodeLine{"loss.py", 3, "f", "loss = losses.sum() / mask.sum()"};
+  EXPECT_EQ(cause_of({}, false), Cause::empty_loss_mask);
 }
 
 TEST(BirthOrigins, InfOfAReductionIsAnOverflowIfTheMembersInputsAddUpToOne) {
@@ -588,6 +592,66 @@ TEST(BirthOrigins, OfABadWeightItIsSaidWhatTheCleanCopiesHoldAtItsFirstBadElemen
   EXPECT_THAT(locate(ledgers, 3).origins.at(0).facts,
               HasFact(FactKind::copies_value, OnRanks({0}), Field(&Fact::peers, ElementsAre(1)),
                       Field(&Fact::values, ElementsAre(Pair("1", 0.5)))));
+}
+
+TEST(BirthOrigins, WeightsOfOneNameWhoseOtherElementsDifferAreNoCopies) {
+  std::vector<Ledger> ledgers = {ledger_of(0, 2), ledger_of(1, 2)};
+  Birth weight = birth_of(BirthKind::weight, Phase::forward, "aten::mm");
+  weight.sighting.parameter = "body.weight";
+  ledgers[0].births = {weight};
+  ledgers[1].sightings.clear();
+  ledgers[1].coverage.push_back({Phase::params_before, {0, 1}});
+  ledgers[0].weight_values = {{"body.weight", 4, std::nan("")}, {"body.weight", 0, 1.0}};
+  ledgers[1].weight_values = {{"body.weight", 4, 0.5}, {"body.weight", 0, 1.0}};
+  EXPECT_THAT(locate(ledgers, 2).origins.at(0).facts,
+              Contains(Field(&Fact::kind, FactKind::copies_clean)));
+  ledgers[1].weight_values[1].value = 2.0;
+  const Verdict verdict = locate(ledgers, 2);
+  EXPECT_THAT(verdict.origins.at(0).facts,
+              Not(Contains(Field(&Fact::kind, FactKind::copies_clean))));
+  EXPECT_THAT(verdict.origins.at(0).facts,
+              Contains(Field(&Fact::kind, FactKind::no_copy_elsewhere)));
+}
+
+TEST(BirthOrigins, OfAFirstPassThatWasTracedWhatItsCallGivesAgainWasNotGone) {
+  Ledger ledger = ledger_of(0, 1);
+  ledger.rerun = Rerun{.reproduced = false, .control_reproduced = false, .has_first_births = true};
+  ledger.births = {birth_of(BirthKind::nan, Phase::forward, "aten::log")};
+  ledger.births[0].operands = {operand_at_first_bad("self", -1.0)};
+  EXPECT_EQ(locate_one(ledger).origins.at(0).cause, Cause::not_reproduced);
+  ledger.births[0].replay = ReplayConclusion::deterministic_undefined;
+  ledger.births[0].replay_lines = {"Executed 3 times as recorded: bad every time."};
+  const Verdict verdict = locate_one(ledger);
+  EXPECT_EQ(verdict.origins.at(0).cause, Cause::operator_undefined);
+  EXPECT_EQ(verdict.decision.kind, DecisionKind::do_not_restart);
+}
+
+TEST(BirthOrigins, ABadWeightThatNothingReadIsNoOrigin) {
+  Ledger ledger = ledger_of(0, 1);
+  ledger.rerun = Rerun{.reproduced = true};
+  ledger.births = {birth_of(BirthKind::nan, Phase::forward, "aten::log")};
+  Sighting weight = ledger.sightings.front();
+  weight.phase = Phase::params_before;
+  weight.role = "weight";
+  ledger.sightings.insert(ledger.sightings.begin(), weight);
+  ledger.coverage.push_back({Phase::params_before, {0, 1}});
+  const Verdict verdict = locate_one(ledger);
+  ASSERT_EQ(verdict.origins.size(), 1u);
+  EXPECT_EQ(verdict.origins[0].op, "aten::log");
+  EXPECT_FALSE(verdict.job.are_weights_finite.has_value());
+  ledger.births[0].kind = BirthKind::opaque;  // it may have read the weight
+  EXPECT_EQ(locate_one(ledger).origins.size(), 2u);
+}
+
+TEST(BirthOrigins, DataOfAStepThatBeganUnrecordedIsNotProven) {
+  Ledger ledger = ledger_of(0, 1);
+  ledger.births = {birth_of(BirthKind::data, Phase::forward, "aten::mm")};
+  EXPECT_EQ(locate_one(ledger).origins.at(0).cause_confidence, Confidence::high);
+  ledger.began_unrecorded = true;
+  const Verdict verdict = locate_one(ledger);
+  EXPECT_EQ(verdict.origins.at(0).detail, Detail::unrecorded);
+  EXPECT_EQ(verdict.origins.at(0).cause_confidence, Confidence::low);
+  EXPECT_EQ(verdict.decision.kind, DecisionKind::do_not_restart);
 }
 
 /// Two tensor-parallel ranks with log(0) on rank 0 in microbatch 1, and a third rank that shares no

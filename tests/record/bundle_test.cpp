@@ -524,8 +524,9 @@ TEST_F(HostileBundle, ListsNestedTooDeeplyAreRefused) {
 
 TEST_F(HostileBundle, EveryMissingKeyIsNamed) {
   // Keys that earlier versions lack.
-  const std::set<std::string> added = {"allocated_at", "group",   "kernel_call",  "kernel_replay",
-                                       "largest_sent", "members", "registered_by"};
+  const std::set<std::string> added = {"allocated_at", "group",         "is_in_hook",
+                                       "kernel_call",  "kernel_replay", "largest_sent",
+                                       "members",      "registered_by"};
   for (const auto& [key, value] : json_.items()) {
     if (added.contains(key)) continue;
     EXPECT_THAT(refusal([&](auto& json) { json.erase(key); }),

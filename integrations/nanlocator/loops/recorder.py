@@ -297,7 +297,7 @@ class StepRecorder:
         """The call and the tensors in its arguments; None if they cannot be kept."""
         try:
             given = tensors_of((args, kwargs))
-            call = kind(module, run, *self._named((args, kwargs), given), self._now())
+            call = kind(module, run, *self._named((args, kwargs), given), self._now(module))
             call.by_reference = self._by_reference
         except Exception:  # the program's classes may raise when inspected
             return None
@@ -356,8 +356,11 @@ class StepRecorder:
         if module not in self._switches:
             self._switches[module] = switches_of(module)
 
-    def _now(self) -> "_SwitchesNow":
-        return _SwitchesNow([(each, each.now()) for each in self._switches.values()])
+    def _now(self, module: nn.Module | None = None) -> "_SwitchesNow":
+        """The switches of this module, or of all that were called."""
+        own = self._switches.get(module) if module is not None else None
+        switches = [own] if own is not None else list(self._switches.values())
+        return _SwitchesNow([(each, each.now()) for each in switches])
 
     def _call_by_operators(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any

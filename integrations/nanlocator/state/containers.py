@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -85,13 +86,22 @@ def _parts_of(value: Any) -> Iterator[Any]:
         yield from list(attributes.values())
     if isinstance(value, list | tuple | dict | set | frozenset) and len(value) <= _MOST_ENTRIES:
         yield from list(dict.values(value) if isinstance(value, dict) else value)
-    for kind in type(value).__mro__:
-        for descriptor in vars(kind).values():
-            if type(descriptor) is types.MemberDescriptorType:  # a slot
-                try:
-                    yield descriptor.__get__(value)
-                except (AttributeError, TypeError):  # the slot is empty
-                    continue
+    for slot in _slots_of(type(value)):
+        try:
+            yield slot.__get__(value)
+        except (AttributeError, TypeError):  # it is empty
+            continue
+
+
+_slots: weakref.WeakKeyDictionary[type, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def _slots_of(kind: type) -> list[Any]:
+    if (slots := _slots.get(kind)) is None:
+        descriptors = (each for base in kind.__mro__ for each in vars(base).values())
+        slots = [each for each in descriptors if type(each) is types.MemberDescriptorType]
+        _slots[kind] = slots
+    return slots
 
 
 def _is_named_tuple(value: Any) -> bool:

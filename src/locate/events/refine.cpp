@@ -60,7 +60,7 @@ class Refinement {
           std::ranges::find_if(births_, [&](const Born& each) { return may_make(each, source); });
       if (birth != births_.end()) {
         adopt(*birth, source);
-      } else {
+      } else if (!is_unused(source)) {
         add_rerun(source, facts);
         left.push_back(std::move(source.origin));
       }
@@ -161,6 +161,21 @@ class Refinement {
     const auto position = birth.positions.find(rank);
     if (!source.position || position == birth.positions.end()) return std::nullopt;
     return position->second > *source.position;
+  }
+
+  /// A weight that was bad, and that nothing which the re-run traced has read: a row of an
+  /// embedding that no token selects, a frozen mask. The step is bad for another reason.
+  bool is_unused(const Source& source) const {
+    if (!is_weight(source) || rerun_.reproduced != true) return false;
+    const auto may_have_read = [](const Born& each) {
+      return each.is_opaque || each.is_receipt || each.origin.cause == Cause::bad_weight;
+    };
+    return std::ranges::none_of(births_, may_have_read) &&
+           std::ranges::all_of(source.origin.candidates, [&](int rank) {
+             return std::ranges::any_of(births_, [&](const Born& each) {
+               return std::ranges::count(each.origin.candidates, rank) > 0;
+             });
+           });
   }
 
   // ---- from a birth to a source ----
