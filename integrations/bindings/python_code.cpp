@@ -205,8 +205,9 @@ class PythonCode final : public ProgramCode {
     if (file == torch_ + "autograd/graph.py" && has_name(code, "_engine_run_backward")) {
       return Owner::engine;
     }
-    // Communication hooks of DistributedDataParallel and other algorithms that a program chooses.
-    if (file.starts_with(torch_ + "distributed/algorithms/")) return Owner::framework;
+    // Communication hooks of DistributedDataParallel, which a program chooses.
+    if (file.starts_with(torch_ + "distributed/algorithms/ddp_comm_hooks/"))
+      return Owner::framework;
     const bool is_ours = file.starts_with(own_) || file.starts_with(torch_) ||
                          file.starts_with("<frozen") || file.starts_with("<eval_with_key>");
     if (is_ours) return Owner::skipped;

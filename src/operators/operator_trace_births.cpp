@@ -632,6 +632,7 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
                                       ThreadFrames& frames, const std::string& reader) {
   TracedBirth traced;
   Birth& birth = traced.birth;
+  birth.is_in_hook = locate_frames(frames).is_after_gradient;
   locate(birth, frames);
   birth.kind = root.kind;
   birth.reader = reader;

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, standard_error
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from watched_steps import verdict_of_closure
@@ -238,6 +239,31 @@ def test_an_overflow_in_pytorchs_communication_hook_is_that_of_its_conversion():
     for verdict in run_ranks(2, too_large_for_half):
         (origin,) = verdict["origins"]
         assert (origin["cause"], origin["operator"]) == ("operator_overflow", "aten::_to_copy")
+
+
+def data_under_a_hook_with_state(rank, world_size):
+    training = Training(rank, "plain")
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    training.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    nanlocator.watch(training.ddp, training.optimizer)
+    try:
+        for step in range(5):
+            batch = torch.randn(6, 4)
+            batch[2, 1] = math.nan if step == 3 and rank == 1 else 0.0
+            training.ddp(batch).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    except nanlocator.NonFiniteGradientError as error:
+        return error.verdict, state.iter
+    return None
+
+
+def test_what_a_communication_hook_keeps_is_said_to_be_lost():
+    for verdict, iteration in run_ranks(2, data_under_a_hook_with_state):
+        (origin,) = verdict["origins"]
+        assert (origin["cause"], origin["coordinates"]["rank"]) == ("bad_input", 1)
+        assert any("PowerSGDState.error_dict" in each for each in verdict["rerun"]["not_restored"])
+        assert iteration == 4
 
 
 def summing(_, bucket):

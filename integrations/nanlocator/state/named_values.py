@@ -2,6 +2,7 @@
 use of them and its re-run: a global counter, a configuration's temperature, a class attribute, a list, a
 memory bank."""
 
+import functools
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -77,6 +78,8 @@ def _content(value: Any) -> Any:
     """A value by which two contents are compared; None if they cannot be compared."""
     if isinstance(value, _NUMBERS):
         return type(value), repr(value)
+    if isinstance(value, functools._lru_cache_wrapper):
+        return value.cache_info().currsize
     if isinstance(value, torch.Tensor):
         if isinstance(value, nn.Parameter) or value.requires_grad or value.is_inference():
             return None

@@ -55,6 +55,7 @@ class Births {
     fold_updates();
     fold_kept();
     fold_repeated();
+    leave_out_kept_by_hooks();
     for (Born& each : born_) complete_facts(each);
     return std::move(born_);
   }
@@ -214,6 +215,16 @@ class Births {
     if (facts.back().names.size() < kMostNames) {
       facts.back().names.push_back(other.origin.parameter);
     }
+  }
+
+  /// What a communication hook keeps between steps (PowerSGD) is bad since the first pass, and a
+  /// re-run does not restore it.
+  void leave_out_kept_by_hooks() {
+    const auto is_kept = [](const Born& each) {
+      return each.is_in_hook && each.origin.cause == Cause::bad_input;
+    };
+    if (std::ranges::all_of(born_, is_kept)) return;
+    std::erase_if(born_, is_kept);
   }
 
   /// The same data that several modules read, and what one line reads of tensors that are kept.
