@@ -242,8 +242,7 @@ void add_update(const Findings& findings, Origin& origin) {
     was_finite = finite_after && *finite_after + 1 == rank->ledger().iteration;
   }
   const bool is_of_update = kept.bad.names.empty() && !was_finite && !is_written;
-  if (is_written && origin.detail != Detail::made_earlier) {
-    kept.undefined.reset();
+  if (is_written && !kept.undefined && origin.detail != Detail::made_earlier) {
     origin.is_on_every_candidate |= has_fact(origin.facts, FactKind::every_copy_bad);
     origin.facts.push_back({.kind = FactKind::written_by_program, .ranks = origin.candidates});
   }

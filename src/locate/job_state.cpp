@@ -55,7 +55,9 @@ Advice advice_on(const Origin& origin, const RerunOutcome& rerun,
     return {Restart::check_first};  // it may have been saved with such a weight
   }
   if (origin.phase == Phase::params_after) return {Restart::before_step, origin.iteration};
-  if (is_deterministic(origin)) return {Restart::repeats};
+  const bool was_finite_again = rerun.reproduced == false && rerun.not_restored.empty() &&
+                                has_fact(origin.facts, FactKind::replayed);
+  if (is_deterministic(origin) && !was_finite_again) return {Restart::repeats};
   // The re-run ends with backward: later phases were not executed again.
   if (!rerun.reproduced || origin.phase > Phase::grad_local) return {Restart::unknown};
   if (!*rerun.reproduced && !rerun.not_restored.empty()) return {Restart::unknown};

@@ -99,7 +99,7 @@ std::string custom_function_of(std::string_view frame) {
   return is_torchs ? std::string() : std::string(frame);
 }
 
-Location locate_frames(ThreadFrames& frames) {
+Location locate_frames(ThreadFrames& frames, bool is_in_backward) {
   Location location;
   const Frame* outermost_operation = nullptr;  // below the node or evaluate_function
   for (std::size_t i = 0; Frame* frame = frames.above(i); ++i) {
@@ -136,7 +136,8 @@ Location locate_frames(ThreadFrames& frames) {
     }
   }
   // What a communication hook does with a reduced bucket (reducer.cpp, finalize_backward).
-  location.is_backward = location.is_hook = location.is_after_gradient = frames.is_of_gloo;
+  const bool is_hook = frames.is_of_gloo && is_in_backward;
+  location.is_backward = location.is_hook = location.is_after_gradient = is_hook;
   return location;
 }
 

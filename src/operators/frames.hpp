@@ -151,7 +151,8 @@ struct Location {
   Frame* evaluate_frame = nullptr;   // set if the node has not begun: a pre-hook
   const Frame* container = nullptr;  // innermost custom function or compiled region
 };
-[[nodiscard]] Location locate_frames(ThreadFrames& frames);
+/// `is_in_backward`: a backward has begun, and no module was entered since.
+[[nodiscard]] Location locate_frames(ThreadFrames& frames, bool is_in_backward);
 
 /// The collective around the innermost frame; null if none.
 [[nodiscard]] const Frame* collective_around(ThreadFrames& frames);

@@ -88,7 +88,7 @@ ForwardCall OperatorTrace::Impl::forward_call_locked(std::uint64_t thread,
 }
 
 Place OperatorTrace::Impl::current_place(ThreadFrames& frames) {
-  const Location location = locate_frames(frames);
+  const Location location = located(frames);
   if (location.container != nullptr && location.container->kernel != nullptr) {
     return *location.container->kernel;
   }
@@ -598,7 +598,7 @@ Root OperatorTrace::Impl::find_root(const at::Tensor& values, ThreadFrames& fram
                 : root.declared->as == DeclaredAs::buffer  ? BirthKind::buffer
                                                            : BirthKind::data;
   } else {
-    const Location location = locate_frames(frames);
+    const Location location = located(frames);
     const auto* node = values.is_leaf() ? nullptr : torch::autograd::impl::grad_fn_unsafe(values);
     if (location.container != nullptr && !location.container->given->has_input(values)) {
       born_inside(current_place(frames));
@@ -632,7 +632,7 @@ BirthId OperatorTrace::Impl::add_root(const Root& root, const at::Tensor& values
                                       ThreadFrames& frames, const std::string& reader) {
   TracedBirth traced;
   Birth& birth = traced.birth;
-  birth.is_in_hook = locate_frames(frames).is_after_gradient;
+  birth.is_in_hook = located(frames).is_after_gradient;
   locate(birth, frames);
   birth.kind = root.kind;
   birth.reader = reader;
@@ -849,7 +849,7 @@ void OperatorTrace::Impl::see_whole(BirthId id, const at::RecordFunction& call, 
   birth.sighting.role = role_of("output", output);
   describe(birth.sighting, output.values);
   birth.extent = extent_of(output.values, birth.sighting.stats.nonfinite());
-  birth.inside = around(locate_frames(frames), frames);
+  birth.inside = around(located(frames), frames);
   birth.operands.clear();
   if (frame.has_arguments) {
     describe_operands(birth, frame, whole.call ? whole.call->arguments : frame.arguments,
@@ -1032,7 +1032,7 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
                : inputs.literals != Content::finite ? BirthKind::literal
                : made == Content::nan               ? BirthKind::nan
                                                     : BirthKind::inf;
-  const Location location = locate_frames(frames);
+  const Location location = located(frames);
   const bool is_literal = birth.kind == BirthKind::literal;
   if (!is_literal) {
     keep_call(traced, call, frame);

@@ -117,6 +117,9 @@ struct OperatorTrace::Impl {
   /// The parameter whose gradient or weight lies there; "" if none. The caller holds the lock.
   [[nodiscard]] std::string parameter_in(const at::Tensor& tensor) const;
 
+  [[nodiscard]] Location located(ThreadFrames& frames) const {
+    return locate_frames(frames, has_ended_backward.load(std::memory_order_relaxed));
+  }
   [[nodiscard]] bool is_in_programs_code() const;
   [[nodiscard]] bool is_process_groups_own(const ThreadFrames& frames) const;
 

@@ -212,7 +212,7 @@ void OperatorTrace::Impl::scan_what_is_sent(Frame& frame, ThreadFrames& frames) 
   }
   if (frame.sent.empty()) return;
   const std::lock_guard lock(mutex);
-  auto& sent = locate_frames(frames).is_backward ? sent_in_backward : sent_in_forward;
+  auto& sent = located(frames).is_backward ? sent_in_backward : sent_in_forward;
   sent.insert(frame.sent.begin(), frame.sent.end());
 }
 

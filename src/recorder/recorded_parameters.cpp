@@ -5,6 +5,10 @@
 
 namespace nanlocator::inline recorder_room {
 
+/// Calls in a step around which the weights are looked at: each look takes time in proportion to
+/// their number. After more, what a call writes to its own weights counts as the program's.
+constexpr std::size_t kMostCalls = 8;
+
 void RecordedParameters::set(std::vector<at::Tensor> parameters) {
   const bool are_same = std::ranges::equal(
       parameters, parameters_,
@@ -28,16 +32,22 @@ void RecordedParameters::note_weights() {
     if (weight_now(i).memory == weights_[i].memory) continue;
     replaced_.insert(parameters_[i].unsafeGetTensorImpl());
   }
-  end_call();
+  calls_ = 0;
+  take_weights();
 }
 
 void RecordedParameters::begin_call() {
+  if (++calls_ > kMostCalls) return;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (weight_now(i) != weights_[i]) moved_.insert(parameters_[i].unsafeGetTensorImpl());
   }
 }
 
 void RecordedParameters::end_call() {
+  if (calls_ <= kMostCalls) take_weights();
+}
+
+void RecordedParameters::take_weights() {
   weights_.clear();
   by_storage_.clear();
   for (std::size_t i = 0; i < parameters_.size(); ++i) weights_.push_back(weight_now(i));

@@ -25,6 +25,7 @@ class RecordedParameters {
   void note_weights();
   void begin_call();
   void end_call();
+  void note_updated() { take_weights(); }
   [[nodiscard]] std::vector<at::Tensor> changed_weights() const;
   /// Parameters that the program itself has written to or given other memory, and no update since.
   [[nodiscard]] std::vector<at::Tensor> written_by_program() const;
@@ -80,6 +81,7 @@ class RecordedParameters {
     friend bool operator==(const Weight&, const Weight&) = default;
   };
   [[nodiscard]] Weight weight_now(std::size_t parameter) const;
+  void take_weights();
   void find_gradients();
 
   std::vector<at::Tensor> parameters_;
@@ -92,6 +94,7 @@ class RecordedParameters {
   std::unordered_map<const c10::StorageImpl*, std::size_t> by_storage_;      // since `note_weights`
   std::vector<Weight> weights_;                       // the parameters, as they were noted last
   std::unordered_set<const c10::TensorImpl*> moved_;  // of them, since `note_weights`
+  std::size_t calls_ = 0;                             // since `note_weights`
   /// Of them, between the latest `note_weights` and the one before.
   std::unordered_set<const c10::TensorImpl*> replaced_;
   std::unordered_map<const c10::TensorImpl*, std::size_t> by_tensor_;  // to the parameter's index

@@ -300,7 +300,7 @@ void StepRecorder::Impl::clear() {
   arriving.clear();
   exchanges.clear();
   hooks.clear();
-  has_reduced_gradients = has_taken_gradients = false;
+  has_reduced_gradients = has_taken_gradients = has_checked_gradients = false;
   kept_bytes = copied_on_host = copied_on_device = 0;
   without_gradient = 0;
 }
@@ -396,6 +396,10 @@ std::vector<at::Tensor> StepRecorder::written_by_program() const {
   return impl_->parameters.written_by_program();
 }
 
+void StepRecorder::note_updated() {
+  impl_->parameters.note_updated();
+}
+
 void StepRecorder::begin_call() {
   impl_->parameters.begin_call();
 }
@@ -424,8 +428,9 @@ std::vector<at::Tensor> StepRecorder::zeroed_gradients() const {
   return impl_->parameters.zeroed_gradients();
 }
 
-bool StepRecorder::has_taken_gradients() const noexcept {
-  return impl_->has_taken_gradients;
+bool StepRecorder::has_checked_gradients() const noexcept {
+  return impl_->has_checked_gradients && !impl_->has_taken_gradients &&
+         !impl_->has_reduced_gradients;
 }
 
 bool StepRecorder::has_reduced_gradients() const noexcept {
@@ -461,7 +466,7 @@ void StepRecorder::begin_step() {
   impl.arriving.clear();
   impl.exchanges.clear();
   impl.hooks.clear();
-  impl.has_reduced_gradients = impl.has_taken_gradients = false;
+  impl.has_reduced_gradients = impl.has_taken_gradients = impl.has_checked_gradients = false;
   impl.unrepeated.begin_step();
   impl.memory.clear();
   impl.by_address.clear();

@@ -119,6 +119,7 @@ struct StepRecorder::Impl {
   std::vector<at::Tensor> refused;
   bool has_reduced_gradients = false;
   bool has_taken_gradients = false;
+  bool has_checked_gradients = false;
   int backwards = 0;
   std::size_t without_gradient = 0;  // operators outside of autograd
   std::uint64_t kept_bytes = 0;
@@ -187,6 +188,8 @@ struct StepRecorder::Impl {
   void finish(const at::RecordFunction& call, Context& context);
   std::unique_ptr<Context> start_function(const at::RecordFunction& call);
   void note_read(const at::RecordFunction& call);
+  void note_checked(const at::RecordFunction& call);
+  void note_taken(const RecordedEvent::Data& data, const at::Tensor& tensor);
   /// An operator has ended by an error.
   void note_refused(const Context& context);
   void note_unkept(const at::RecordFunction& call, const Context& context);

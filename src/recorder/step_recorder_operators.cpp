@@ -137,7 +137,7 @@ void StepRecorder::Impl::note_refused(const Context& context) {
 /// The program reads a number: keeps the losses that it was computed from until they are used or
 /// the step ends. Ignores numbers of an earlier step, and numbers after a backward.
 void StepRecorder::Impl::note_read(const at::RecordFunction& call) {
-  if (backwards > 0) return;
+  if (backwards > 0) return note_checked(call);
   std::vector<const RecordedEvent*> makers;
   for (const auto& argument : call.inputs()) {
     for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
@@ -154,6 +154,28 @@ void StepRecorder::Impl::note_read(const at::RecordFunction& call) {
     at::Tensor tensor(each.tensor.lock());
     if (tensor.defined() && tensor.numel() == 1) read.push_back(std::move(tensor));
   }
+}
+
+/// After a backward, the program asks for a number of its gradients: whether they are finite.
+void StepRecorder::Impl::note_checked(const at::RecordFunction& call) {
+  for (const auto& argument : call.inputs()) {
+    for_each_tensor_at(argument, [&](const at::Tensor& tensor, int) {
+      const Known* const found = find(tensor);
+      const bool is_of_gradients = found != nullptr
+                                       ? found->event->data().is_on_gradients
+                                       : tensor.defined() && parameters.have_in_gradients(tensor);
+      has_checked_gradients = has_checked_gradients || is_of_gradients;
+    });
+  }
+}
+
+/// The program has put what it computed of a gradient into another tensor of its size.
+void StepRecorder::Impl::note_taken(const RecordedEvent::Data& data, const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_floating_point()) return;
+  has_taken_gradients =
+      has_taken_gradients || std::ranges::any_of(data.tensors, [&](const RecordedInput& input) {
+        return input.gradient_of.defined() && tensor.numel() >= input.gradient_of.numel();
+      });
 }
 
 /// The nearest events at or before `event` through which gradients flow. Empty if none of their
@@ -332,6 +354,10 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
       data.tensors.push_back(std::move(input));
     });
   }
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const bool is_written = info.arguments[data.tensors[i].argument] != ArgumentUse::read;
+    if (is_written && !data.tensors[i].gradient_of.defined()) note_taken(data, given[i]);
+  }
   // Writes to memory from elsewhere are not recorded: its readers keep its content at the time.
   const bool writes_own = !written.empty() || writes_gradients || context.before.defined();
   if (!elsewhere.empty()) return note_unrepeated(context, elsewhere);
@@ -372,10 +398,9 @@ void StepRecorder::Impl::finish(const at::RecordFunction& call, Context& context
   data.is_on_gradients = std::ranges::any_of(data.tensors, [](const RecordedInput& each) {
     return each.gradient_of.defined() || (each.value && each.value->event->data().is_on_gradients);
   });
-  const bool is_taken = std::ranges::any_of(made_now, [](const auto& made) {
-    return made.second.is_floating_point() && made.second.numel() > 1;
-  });
-  has_taken_gradients = has_taken_gradients || (data.is_on_gradients && is_taken && !info.is_view);
+  if (!info.is_view) {
+    for (const auto& made : made_now) note_taken(data, made.second);
+  }
   for (std::size_t i = 0; i < given.size(); ++i) {
     if (data.tensors[i].value) depend_on(data, *data.tensors[i].value, given[i]);
     if (data.tensors[i].kept.defined()) note_obstacle(data, given[i]);

@@ -410,7 +410,9 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   const auto drop = [&](auto... suspects) { (std::erase(left, suspects), ...); };
   if (was_changed_in_place(origin)) return {Suspect::last_update};
   if (origin.cause == Cause::bad_weight && is_made_earlier(origin)) return {};
-  if (has<FactKind::written_by_program>(origin)) return {Suspect::writer, Suspect::last_update};
+  if (has<FactKind::written_by_program>(origin)) {
+    return {Suspect::writer, Suspect::last_update, Suspect::memory};
+  }
   if (origin.cause == Cause::bad_weight && was_damaged_later(origin)) {
     if (has<FactKind::copies_clean>(origin)) {
       return {Suspect::link, Suspect::memory, Suspect::kernel};

@@ -83,6 +83,12 @@ Proposal proposal_for_collective(const Origin& origin) {
   return {are_few ? DecisionKind::exclude : DecisionKind::restart_as_is, Owner::cluster_operator};
 }
 
+/// A call gives it again on the inputs of the first pass, which the re-run did not have.
+bool is_of_lost_state(const Origin& origin) {
+  return shows<FactKind::not_restored>(origin) &&
+         std::ranges::any_of(origin.facts, was_bad_in_replay);
+}
+
 Proposal proposal_for_update(const Origin& origin) {
   if (origin.action == Action::check_update && origin.detail == Detail::sqrt_of_negative) {
     return {DecisionKind::older_checkpoint, Owner::model_author};
@@ -128,7 +134,7 @@ Proposal proposal_for(const Origin& origin) {
     case Cause::kernel_bug:
       return if_it_comes_again(origin,
                                !shows<FactKind::gone_in_rerun, FactKind::rerun_clean>(origin) ||
-                                   std::ranges::any_of(origin.facts, was_bad_in_replay));
+                                   is_of_lost_state(origin));
     case Cause::operator_bug:
       if (origin.detail == Detail::custom_code) return if_it_comes_again(origin, true);
       // Finite with the same inputs elsewhere: the kernel, or this device.

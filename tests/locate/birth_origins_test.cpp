@@ -623,7 +623,11 @@ TEST(BirthOrigins, OfAFirstPassThatWasTracedWhatItsCallGivesAgainWasNotGone) {
   ledger.births[0].replay_lines = {"Executed 3 times as recorded: bad every time."};
   const Verdict verdict = locate_one(ledger);
   EXPECT_EQ(verdict.origins.at(0).cause, Cause::operator_undefined);
-  EXPECT_EQ(verdict.decision.kind, DecisionKind::do_not_restart);
+  EXPECT_EQ(verdict.decision.kind, DecisionKind::restart_as_is);
+  ledger.rerun->not_restored = {"the weights"};  // the re-run was of another state
+  EXPECT_EQ(locate_one(ledger).decision.kind, DecisionKind::do_not_restart);
+  ledger.births = {birth_of(BirthKind::literal, Phase::forward, "aten::mul.Tensor")};
+  EXPECT_EQ(locate_one(ledger).origins.at(0).cause, Cause::bad_scalar);
 }
 
 TEST(BirthOrigins, ABadWeightThatNothingReadIsNoOrigin) {

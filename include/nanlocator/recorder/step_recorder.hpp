@@ -100,6 +100,8 @@ class StepRecorder {
   /// Parameters that the program itself has written to or given other memory (`p.data = x`) before
   /// the step, and no update since.
   [[nodiscard]] std::vector<at::Tensor> written_by_program() const;
+  /// After an update: weights whose memory it has replaced are not the program's.
+  void note_updated();
   /// Around a call of a module, which may write to its own weights (Embedding's max_norm).
   void begin_call();
   void end_call();
@@ -120,9 +122,9 @@ class StepRecorder {
   /// True if a collective of the program itself wrote to gradients in this step, or sent them. A
   /// replay ends before it.
   [[nodiscard]] bool has_reduced_gradients() const noexcept;
-  /// The program has computed tensors of several elements from gradients in this step: it may use
-  /// them after the gradients are gone.
-  [[nodiscard]] bool has_taken_gradients() const noexcept;
+  /// Since the backward, the program has asked for numbers of its gradients (whether they are
+  /// finite), and has not put what it computed of them elsewhere, where it may use it later.
+  [[nodiscard]] bool has_checked_gradients() const noexcept;
   /// Pauses and resumes; calls nest.
   void pause() noexcept;
   void resume();

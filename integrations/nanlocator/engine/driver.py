@@ -248,7 +248,8 @@ class Driver(_EngineDriver):
         self.add_state("the generators of Python and numpy", GeneratorStates())
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
         own_replays = OwnReplays(weakly(self.locator.add_standing_note))
-        self.add_state("what communication hooks keep", HookStates(adapter.models))
+        self._hook_states = HookStates(adapter.models)
+        self.add_state("what communication hooks keep", self._hook_states)
         self.add_state("CUDA graphs", ReplayedGraphs(adapter.models, own_replays))
         self.add_state("the models' buffers", adapter.buffers)
         self._checkpoint_files: list[CheckpointFiles] = []
@@ -384,6 +385,7 @@ class Driver(_EngineDriver):
 
     def _act_on(self, decision: _C.Decision) -> _C.Decision:
         self._attributes.leave()
+        self._hook_states.leave()
         self._files.leave()
         self._follow_trace()
         if decision == _C.Decision.SKIP:

@@ -414,8 +414,8 @@ class StepRecorder:
         return self._engine.has_reduced_gradients()
 
     @property
-    def has_taken_gradients(self) -> bool:
-        return self._engine.has_taken_gradients()
+    def has_checked_gradients(self) -> bool:
+        return self._engine.has_checked_gradients()
 
     def _assigned(self) -> dict[torch.Tensor, _C.RecordedValue]:
         """The gradients that the program has computed by operators and assigned."""
@@ -531,6 +531,10 @@ class StepRecorder:
     def note_weights(self) -> None:
         """Notes the weights with which a pass begins."""
         self._engine.note_weights()
+
+    def note_updated(self) -> None:
+        """An update has ended: what it wrote is not the program's."""
+        self._engine.note_updated()
 
     def written_by_program(self) -> list[torch.Tensor]:
         return self._engine.written_by_program()

@@ -599,6 +599,7 @@ class Watch(Locator):
         self._is_left_out = False
         if self._driver.has_ended_pass:
             self._driver.end_step()
+            self._recorder.note_updated()
             self._recorder.begin_step()
 
     def _add_parameters(self, _: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -634,8 +635,7 @@ class Watch(Locator):
             self._driver.abandon()
             self._forget()
         elif ours and not self._is_in_closure:  # those of its last evaluation were scanned
-            are_kept = self._recorder.has_taken_gradients  # a loop over tasks zeroes before each one's
-            with contextlib.nullcontext() if are_kept else self._discarding():
+            with self._discarding() if self._are_discarded(ours) else contextlib.nullcontext():
                 self._scan_gradients(ours, are_dropped=True)
             # The next forward ends the step; a backward belongs to it: PCGrad zeroes before each task's.
             self._is_left_out = self._driver.has_ended_pass
@@ -645,6 +645,19 @@ class Watch(Locator):
         if ours:
             self._loop.zero_gradients(ours, had_backward=had_backward)
         return result
+
+    def _are_discarded(self, zeroed: set[torch.Tensor]) -> bool:
+        """The program has looked at this step's gradients, keeps none of them, and now zeroes them all."""
+        if not self._recorder.has_checked_gradients:
+            return False
+        written = [p for p in self._adapter.tensors if p.grad is not None]
+        return zeroed.issuperset(written) and not any(map(_is_gradient_held, written))
+
+
+def _is_gradient_held(parameter: torch.Tensor) -> bool:
+    """Whether a variable or a list of the program refers to the gradient."""
+    gradient = parameter.grad
+    return sys.getrefcount(gradient) > 2  # this variable and the argument
 
 
 def _scan_at_exit(watch: "weakref.ref[Watch]") -> None:

@@ -13,6 +13,19 @@ from typing import Any
 
 import torch
 
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "transformer_engine",
+    "megatron",
+    "deepspeed",
+    "accelerate",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "peft",
+    "nanlocator",
+)
 _DEEPEST = 4  # levels of functions that it names
 _COUNTERS = (itertools.count, itertools.repeat)  # no data
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -95,6 +108,8 @@ def for_each_used(
         elif isinstance(value, types.MethodType):
             owner, value = value.__self__, value.__func__
         if isinstance(value, types.FunctionType):
+            if depth > 0 and str(value.__module__).partition(".")[0] in LIBRARIES:
+                return  # what it names is the library's
             seen.add(id(value))
             for code in _codes_of(value):
                 look(code)

@@ -11,10 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 def communication_hooks_of(models: Iterable[nn.Module]) -> Iterator[tuple[Callable[..., Any], Any]]:
     """Each hook, and the object that the program registered with it."""
+    for wrapper in _wrappers_of(models):
+        yield from wrapper._comm_hooks
+
+
+def _wrappers_of(models: Iterable[nn.Module]) -> Iterator[DistributedDataParallel]:
     for model in models:
-        for module in model.modules():
-            if isinstance(module, DistributedDataParallel):
-                yield from module._comm_hooks
+        yield from (each for each in model.modules() if isinstance(each, DistributedDataParallel))
 
 
 class HookStates:
@@ -23,26 +26,50 @@ class HookStates:
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._models = list(models)
+        self._wrappers: list[DistributedDataParallel] | None = None
         self._simple: list[tuple[Any, dict[str, Any]]] = []
         self._tensors: list[tuple[Any, dict[str, Any]]] = []
+        self._left: list[tuple[Any, dict[str, Any]]] | None = None  # by the bad pass
 
     def save(self) -> None:
-        owners = [owner for _, owner in communication_hooks_of(self._models) if owner is not None]
+        if self._wrappers is None:
+            self._wrappers = list(_wrappers_of(self._models))
+        owners = [owner for each in self._wrappers for _, owner in each._comm_hooks if owner is not None]
         self._simple = [(owner, _simple_of(owner)) for owner in owners]
         self._tensors = [(owner, _tensors_of(owner)) for owner in owners]
 
     def restore(self) -> None:
-        for owner, attributes in self._simple:
-            for name, value in attributes.items():
-                setattr(owner, name, value)
-        changed = [
+        if self._left is None:
+            self._left = [(owner, _simple_of(owner)) for owner, _ in self._simple]
+        lost = [
             f"{type(owner).__name__}.{name} of a communication hook"
             for owner, began in self._tensors
             for name, content in _tensors_of(owner).items()
             if content != began.get(name)
-        ]
-        if changed:
-            raise RuntimeError(", ".join(changed))
+        ] + _set_all(self._simple)
+        if lost:
+            raise RuntimeError(", ".join(lost))
+
+    def leave(self) -> None:
+        """After the last re-run: the program goes on with its own values."""
+        if self._left is not None:
+            _set_all(self._left)
+        self._left = None
+
+
+def _set_all(values: list[tuple[Any, dict[str, Any]]]) -> list[str]:
+    """Returns what could not be set."""
+    refused = []
+    for owner, attributes in values:
+        now = _simple_of(owner)
+        for name, value in attributes.items():
+            if name in now and repr(now[name]) == repr(value):
+                continue
+            try:
+                setattr(owner, name, value)
+            except Exception:  # a property, a frozen dataclass
+                refused.append(f"{type(owner).__name__}.{name} of a communication hook")
+    return refused
 
 
 def _attributes_of(owner: Any) -> dict[str, Any]:

@@ -17,24 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanlocator.state.closures import Used, attributes_loaded, for_each_used, iterators_of
+from nanlocator.state.closures import LIBRARIES, Used, attributes_loaded, for_each_used, iterators_of
 from nanlocator.state.communication_hooks import communication_hooks_of
 from nanlocator.state.named_values import NamedValues
 
 _OF_TORCH = frozenset(vars(nn.Module()))
-LIBRARIES = (
-    "torch",
-    "transformers",
-    "transformer_engine",
-    "megatron",
-    "deepspeed",
-    "accelerate",
-    "lightning",
-    "lightning_fabric",
-    "pytorch_lightning",
-    "peft",
-    "nanlocator",
-)
 _MOST = 64  # compared elements of a container, besides its length
 _MOST_NAMED = 4
 _MOST_BYTES = 1 << 24  # of a tensor that is kept during a step: larger ones are results

@@ -4,6 +4,7 @@ memory bank."""
 
 import functools
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from nanlocator.state.closures import Used, for_each_used
 
 _MOST = 64  # values, and elements of one
+_LONGEST = 256  # characters of an element
 _ABSENT = object()
 _NUMBERS = bool | int | float | str | None
 
@@ -29,26 +31,26 @@ class NamedValues:
 
     def __init__(self, functions: Iterable[Callable[..., Any]], is_of_library: Callable[[str], bool]) -> None:
         self._is_of_library = is_of_library
-        self._used: dict[tuple[int, str], Used] = {}
+        self._places: dict[tuple[int, str], _Place] = {}
         for function in functions:
             for_each_used(function, self._take)
         self._began: list[Any] = []
 
     def save(self) -> None:
-        self._began = [_content(_now(used)) for used in self._used.values()]
+        self._began = [_content(place.now()) for place in self._places.values()]
 
     def changed(self) -> Iterator[str]:
         """Names of those that are others than when ``save`` was called."""
-        for used, began in zip(self._used.values(), self._began, strict=False):
-            if _content(_now(used)) != began:
-                yield used.name
+        for place, began in zip(self._places.values(), self._began, strict=False):
+            if _content(place.now()) != began:
+                yield place.name
 
     def _take(self, used: Used) -> None:
-        if used.owner is None or len(self._used) >= _MOST or isinstance(used.owner, nn.Module):
+        if used.owner is None or len(self._places) >= _MOST or isinstance(used.owner, nn.Module):
             return
         if _content(used.value) is None or self._is_of_library(_package_of(used.owner)):
             return
-        self._used.setdefault((id(used.owner), used.key), used)
+        self._places.setdefault((id(used.owner), used.key), _Place(used))
 
 
 def _package_of(owner: Any) -> str:
@@ -63,19 +65,32 @@ def _package_of(owner: Any) -> str:
     return str(name).partition(".")[0]
 
 
-def _now(used: Used) -> Any:
-    owner, key = used.owner, used.key
-    if isinstance(owner, types.CellType):
+class _Place:
+    """Where the value is; it keeps neither the value nor, if that can be, the object that has it."""
+
+    def __init__(self, used: Used) -> None:
+        self.name, self._key = used.name, used.key
         try:
-            return owner.cell_contents
-        except ValueError:
-            return _ABSENT
-    held = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-    return held.get(key, _ABSENT)
+            self._owner: Callable[[], Any] = weakref.ref(used.owner)
+        except TypeError:  # a dictionary of global variables, a cell
+            owner = used.owner
+            self._owner = lambda: owner
+
+    def now(self) -> Any:
+        owner = self._owner()
+        if isinstance(owner, types.CellType):
+            try:
+                return owner.cell_contents
+            except ValueError:
+                return _ABSENT
+        held = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+        return held.get(self._key, _ABSENT)
 
 
 def _content(value: Any) -> Any:
     """A value by which two contents are compared; None if they cannot be compared."""
+    if isinstance(value, str):
+        return len(value), hash(value)  # a string keeps its hash
     if isinstance(value, _NUMBERS):
         return type(value), repr(value)
     if isinstance(value, functools._lru_cache_wrapper):
@@ -87,7 +102,7 @@ def _content(value: Any) -> Any:
     if isinstance(value, list | tuple | deque | dict) and len(value) <= _MOST:
         elements = list(value.items()) if isinstance(value, dict) else list(value)
         simple = [
-            repr(each)
+            repr(each)[:_LONGEST]
             for each in elements
             if isinstance(each, _NUMBERS) or (isinstance(value, dict) and isinstance(each[1], _NUMBERS))
         ]

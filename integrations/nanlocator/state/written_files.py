@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from nanlocator.state.module_attributes import LIBRARIES
+from nanlocator.state.closures import LIBRARIES
 
 _MOST_NAMED = 4
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

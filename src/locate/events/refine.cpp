@@ -72,8 +72,12 @@ class Refinement {
       if (!is_of_first_pass(each)) {
         origin.facts.insert(origin.facts.end(), facts.begin(), facts.end());
       }
-      // What a call gives again on the inputs of the first pass is no fault that was gone.
-      const bool is_proven = each.is_first && gives_it_again(origin);
+      // What a call gives again on the inputs of the first pass, and what was there before it, is
+      // no fault that was gone.
+      const bool was_there = origin.cause == Cause::bad_input ||
+                             origin.cause == Cause::bad_buffer ||
+                             origin.cause == Cause::bad_scalar || origin.cause == Cause::bad_weight;
+      const bool is_proven = each.is_first && (was_there || gives_it_again(origin));
       if (rerun_.reproduced == false && !is_proven) mark_as_gone(origin);
       origins.push_back(std::move(origin));
     }
