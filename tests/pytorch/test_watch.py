@@ -177,24 +177,7 @@ def thrown_away_by_the_model(model, optimizer):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("discard", [thrown_away, thrown_away_by_the_model])
-def test_what_the_loop_throws_away_gets_a_verdict_and_stops_nothing(discard):
-    model, optimizer, watch = watched_gpt()
-    cross_entropy(model(draw()[0]), draw()[1]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    empty_batch_loss(model).backward()
-    discard(model, optimizer)
-    (verdict,) = watch.verdicts
-    (origin,) = verdict["origins"]
-    assert origin["cause"] == "empty_loss_mask" and verdict["iteration"] == 2
-    assert verdict["job"]["is_discarded"] and verdict["decision"]["kind"] == "NONE_NEEDED"
-    cross_entropy(model(draw()[0]), draw()[1]).backward()
-    optimizer.step()
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("ask", [asked_by_clip, asked_by_a_norm, used])
+@pytest.mark.parametrize("ask", [asked_by_clip, asked_by_a_norm, used, thrown_away, thrown_away_by_the_model])
 def test_bad_gradients_are_found_where_the_loop_first_could(ask):
     model, optimizer, _ = watched_gpt()
     cross_entropy(model(draw()[0]), draw()[1]).backward()

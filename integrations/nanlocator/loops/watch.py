@@ -654,10 +654,23 @@ class Watch(Locator):
         return zeroed.issuperset(written) and not any(map(_is_gradient_held, written))
 
 
+def _references_to_gradient(parameter: torch.Tensor) -> int:
+    gradient = parameter.grad
+    return sys.getrefcount(gradient)
+
+
+def _references_alone() -> int:
+    parameter = torch.ones(1, requires_grad=True)
+    parameter.grad = torch.ones(1)
+    return _references_to_gradient(parameter)
+
+
+_ALONE = _references_alone()  # differs between versions of torch
+
+
 def _is_gradient_held(parameter: torch.Tensor) -> bool:
     """Whether a variable or a list of the program refers to the gradient."""
-    gradient = parameter.grad
-    return sys.getrefcount(gradient) > 2  # this variable and the argument
+    return _references_to_gradient(parameter) > _ALONE
 
 
 def _scan_at_exit(watch: "weakref.ref[Watch]") -> None:
