@@ -237,7 +237,6 @@ struct StepDriver::Impl {
     const auto& [can, why_not] = rerunnable;
     const bool are_gradients = can != CanRerun::weights_have_moved;
     step.is_judged = true;
-    step.is_discarded = !locator.is_true_anywhere(!step.is_discarded);
     if (are_gradients) {  // the optimizer has not changed the weights since
       const auto weights = framework->weights();
       if (!weights.empty()) {

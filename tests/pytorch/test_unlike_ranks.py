@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 COMMON = """
+import sys
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -59,7 +60,9 @@ with model.join():
 """
 
 DIGEST = """
-print("digest", rank, *(float(p.sum()) for p in model.parameters()), flush=True)
+digest = [float(p.sum()) for p in model.parameters()]
+sys.stdout.write(f"digest {rank} {digest}\\n")  # in one piece: the other rank writes at the same time
+sys.stdout.flush()
 dist.destroy_process_group()
 """
 

@@ -16,6 +16,7 @@ DEEPSPEED = ROOT / ".setup" / "deepspeed"
 # Code that sets foreign attributes and is no patch: state that a re-run restores, our own marks and objects.
 SETS_ATTRIBUTES = {
     "hooks/patches.py": "the one place that patches",
+    "state/communication_hooks.py": "what the program registered with its own hook, as it was",
     "state/switches.py": "switches of parallel modules, as the program had set them",
     "megatron/state.py": "counters of the re-run machine, as they were",
     "engine/options.py": "our own options",

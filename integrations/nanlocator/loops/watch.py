@@ -647,8 +647,9 @@ class Watch(Locator):
         return result
 
     def _are_discarded(self, zeroed: set[torch.Tensor]) -> bool:
-        """The program has looked at this step's gradients, keeps none of them, and now zeroes them all."""
-        if not self._recorder.has_checked_gradients:
+        """The program has looked at this step's gradients, keeps none of them, and now zeroes them all. With
+        several ranks, they would have to agree on it."""
+        if self._driver.connection is not None or not self._recorder.has_checked_gradients:
             return False
         written = [p for p in self._adapter.tensors if p.grad is not None]
         return zeroed.issuperset(written) and not any(map(_is_gradient_held, written))

@@ -114,10 +114,11 @@ class ModuleAttributes:
                 kept.left = kept.now
             self._generators_left = [_state_of(each) for each in self._generators]
             self._moved = [f"'{name}' is an iterator" for name in self._iterators()]
-            self._moved += [f"'{name}' was changed during the step" for name in self._named.changed()]
+            self._named.begin_rerun()
             if "grad" in self._loaded():
                 self._moved.append("a module's code reads '.grad'")
         elif self._restored == 2:
+            self._moved += [f"'{name}' was changed during the step" for name in self._named.changed()]
             loaded = self._loaded()
             self._moved += [
                 f"{_shown(kept.path, kept.name)} was set during the step, but is not in its re-run"

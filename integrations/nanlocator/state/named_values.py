@@ -35,19 +35,30 @@ class NamedValues:
         for function in functions:
             for_each_used(function, self._take)
         self._began: list[Any] = []
+        self._left: list[Any] = []
 
     def save(self) -> None:
-        self._began = [_content(place.now()) for place in self._places.values()]
+        self._began = self._now()
+
+    def begin_rerun(self) -> None:
+        self._left = self._now()
 
     def changed(self) -> Iterator[str]:
-        """Names of those that are others than when ``save`` was called."""
-        for place, began in zip(self._places.values(), self._began, strict=False):
-            if _content(place.now()) != began:
+        """After a re-run: names of those that were others when it began than at the step's beginning, and
+        that it has not changed again. What each pass changes is the step's own."""
+        values = zip(self._places.values(), self._began, self._left, self._now(), strict=False)
+        for place, began, left, now in values:
+            if began != left and left == now:
                 yield place.name
+
+    def _now(self) -> list[Any]:
+        return [_content(place.now()) for place in self._places.values()]
 
     def _take(self, used: Used) -> None:
         if used.owner is None or len(self._places) >= _MOST or isinstance(used.owner, nn.Module):
             return
+        if isinstance(used.owner, type) and not isinstance(used.value, _NUMBERS):
+            return  # what a class collects: a framework's own state
         if _content(used.value) is None or self._is_of_library(_package_of(used.owner)):
             return
         self._places.setdefault((id(used.owner), used.key), _Place(used))
