@@ -108,7 +108,8 @@ JobState job_state_of(const Incident& incident, const std::vector<Origin>& origi
     return origin.cause == Cause::bad_weight || origin.cause == Cause::optimizer_state ||
            origin.phase == Phase::params_before;
   });
-  const bool are_unused = job.are_weights_finite == false && !is_of_weights;
+  const bool are_unused =
+      job.are_weights_finite == false && !is_of_weights && rerun.reproduced == true;
   if (are_unused) job.are_weights_finite.reset();  // those that the step used may be
   const bool has_bad_weights = job.are_weights_finite == false;
   if (has_bad_weights && job.restart < Restart::before_step) job.restart = Restart::check_first;

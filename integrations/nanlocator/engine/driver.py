@@ -304,6 +304,11 @@ class Driver(_EngineDriver):
         self._engine.watch(boundaries.watch)
         self.locator.add_not_covered(boundaries.lost)
 
+    def compare_names(self) -> None:
+        """For a step whose calls are executed again without the loop around them: what their code names is
+        compared with what it was."""
+        self._attributes.compares_names = True
+
     def take_parameters_again(self) -> None:
         self._engine.take_parameters_again()
         self._attributes.follow()

@@ -113,6 +113,7 @@ class Watch(Locator):
         self._adapter.loss_scale = weakly(self._loss_scale)
         self._scaler: GradScaler | None = None
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
+        self._driver.compare_names()
         self._recorder = StepRecorder(self._adapter.tensors, self, resolved.recorded_bytes)
         self._driver.add_state("the weights", WeightsState(self._recorder))
         self._adapter.written_by_program = self._recorder.written_by_program

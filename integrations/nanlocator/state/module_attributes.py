@@ -86,6 +86,7 @@ class ModuleAttributes:
         self._seen: dict[tuple[int, str, str], Any] = {}
         self._moved: list[str] = []
         self._named = NamedValues((), _is_of_a_library)
+        self.compares_names = False  # the loop around the calls is not executed again
         self.follow()
 
     def follow(self) -> None:
@@ -167,7 +168,8 @@ class ModuleAttributes:
                     self._own.append((held, path))
                     generators |= {id(each): each for each in held.values() if _is_generator(each)}
         self._generators = list(generators.values())
-        self._named = NamedValues(self._own_functions(), _is_of_a_library)
+        functions = self._own_functions() if self.compares_names else []
+        self._named = NamedValues(functions, _is_of_a_library)
 
     def _moved_places(self) -> Iterator[_Kept]:
         for place, began in zip(self._places, self._began, strict=True):
