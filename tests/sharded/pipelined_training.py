@@ -1,6 +1,7 @@
 """``Training`` over the stages of torch.distributed.pipelining, in its schedules."""
 
 import contextlib
+import itertools
 from unittest import mock
 
 import torch
@@ -68,7 +69,7 @@ class Pipelined(Training):
         self.rank, self.variant, self.fault = rank, variant, fault
         self.is_culprit = rank in culprits
         self.number = 0
-        self.corrupted = False
+        self.once = itertools.repeat(True, 1)
         stages_here, schedule = VARIANTS[variant]
         if variant in SECOND_AXIS:
             self.mesh = mesh(2, 2, names=(SECOND_AXIS[variant], "pp"))

@@ -7,6 +7,7 @@ real: bits in memory that no operator writes, or data outside a formula's domain
 import contextlib
 import ctypes
 import functools
+import itertools
 import math
 
 import torch
@@ -62,7 +63,7 @@ class Training:
         self.rank, self.variant, self.fault = rank, variant, fault
         self.is_culprit = rank in culprits
         self.number = 0
-        self.corrupted = False
+        self.once = itertools.repeat(True, 1)  # hidden: an attribute that changes would count as lost state
         self.net = Net(width, is_checkpointed=variant == "checkpointed")
         if variant == "frozen":
             self.net.body[0].weight.requires_grad_(False)
@@ -93,8 +94,7 @@ class Training:
         return (self.model(x, offset).float().square() * mask).sum() / mask.sum()
 
     def corrupt_once(self, gradient, fault, element=2):
-        if self.plants(fault) and not self.corrupted:
-            self.corrupted = True
+        if self.plants(fault) and next(self.once, False):
             corrupt(gradient, element)
 
     def corrupt_moment(self):

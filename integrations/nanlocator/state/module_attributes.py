@@ -116,8 +116,8 @@ class ModuleAttributes:
             self._generators_left = [_state_of(each) for each in self._generators]
             self._moved = [f"'{name}' is an iterator" for name in self._iterators()]
             self._named.begin_rerun()
-            if "grad" in self._loaded():
-                self._moved.append("a module's code reads '.grad'")
+            if self.compares_names and self._reads_gradients():
+                self._moved.append("a module's forward reads '.grad'")
         elif self._restored == 2:
             self._moved += [f"'{name}' was changed during the step" for name in self._named.changed()]
             loaded = self._loaded()
@@ -221,6 +221,12 @@ class ModuleAttributes:
     def _loaded(self) -> set[str]:
         """Attributes that these functions read."""
         return {name for function in self._own_functions() for name in attributes_loaded(function)}
+
+    def _reads_gradients(self) -> bool:
+        """They are those of the step before, and a re-run begins without them."""
+        modules = (module for model in self._models for module in model.modules())
+        forwards = [each.forward for each in modules if not _is_of_library(each)][:_MOST_MODULES]
+        return any("grad" in attributes_loaded(forward) for forward in forwards)
 
     def _iterators(self) -> list[str]:
         """Iterators that they draw from."""
