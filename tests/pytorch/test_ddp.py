@@ -105,14 +105,7 @@ def once_on_rank_1(rank, world_size, variant, call):
         if rank == 1 and len(calls) == call:
             ctypes.c_float.from_address(gradient.data_ptr() + 8).value = math.nan
 
-    training = Training(rank, variant, corrupt)
-    nanlocator.watch(training.ddp, training.optimizer)
-    try:
-        for _ in range(3):
-            training.step()
-    except nanlocator.NonFiniteGradientError as error:
-        return error.verdict
-    return None
+    return verdict_of_steps(Training(rank, variant, corrupt))
 
 
 # The backward of step 2: its first, and its second if there is one.

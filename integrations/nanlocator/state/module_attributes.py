@@ -208,15 +208,20 @@ class ModuleAttributes:
             for_each_used(function, take)
         return contents
 
+    def _own_modules(self) -> list[nn.Module]:
+        modules = (module for model in self._models for module in model.modules())
+        return [each for each in modules if not _is_of_library(each)][:_MOST_MODULES]
+
     def _own_functions(self) -> list[Callable[..., Any]]:
         """What the step calls of the program's own: forwards, and hooks of modules and of gradients."""
         modules = [module for model in self._models for module in model.modules()]
-        own = [each for each in modules if not _is_of_library(each)][:_MOST_MODULES]
         hooks = [
             hook for module in modules for name in _HOOKS for hook in vars(module).get(name, {}).values()
         ]
         hooks += [hook for hook, _ in communication_hooks_of(self._models)]
-        return [each.forward for each in own] + [each for each in hooks if not _is_of_libraries(each)]
+        return [each.forward for each in self._own_modules()] + [
+            each for each in hooks if not _is_of_libraries(each)
+        ]
 
     def _loaded(self) -> set[str]:
         """Attributes that these functions read."""
@@ -224,9 +229,7 @@ class ModuleAttributes:
 
     def _reads_gradients(self) -> bool:
         """They are those of the step before, and a re-run begins without them."""
-        modules = (module for model in self._models for module in model.modules())
-        forwards = [each.forward for each in modules if not _is_of_library(each)][:_MOST_MODULES]
-        return any("grad" in attributes_loaded(forward) for forward in forwards)
+        return any("grad" in attributes_loaded(module.forward) for module in self._own_modules())
 
     def _iterators(self) -> list[str]:
         """Iterators that they draw from."""
