@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nanlocator.state.containers import is_simple_value
+
 
 def communication_hooks_of(models: Iterable[nn.Module]) -> Iterator[tuple[Callable[..., Any], Any]]:
     """Each hook, and the object that the program registered with it."""
@@ -80,11 +82,7 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
 
 
 def _simple_of(owner: Any) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in _attributes_of(owner).items()
-        if value is None or isinstance(value, bool | int | float | str)
-    }
+    return {name: value for name, value in _attributes_of(owner).items() if is_simple_value(value)}
 
 
 def _tensors_of(owner: Any) -> dict[str, Any]:

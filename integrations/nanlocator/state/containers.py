@@ -44,6 +44,10 @@ def mapped(value: Any, of: Callable[[Any], Any], depth: int = 0) -> Any:
     return value
 
 
+def is_simple_value(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors that ``mapped`` replaces, in its order."""
     tensors: list[torch.Tensor] = []

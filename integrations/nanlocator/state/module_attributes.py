@@ -19,6 +19,7 @@ from torch import nn
 
 from nanlocator.state.closures import LIBRARIES, Used, attributes_loaded, for_each_used, iterators_of
 from nanlocator.state.communication_hooks import communication_hooks_of
+from nanlocator.state.containers import is_simple_value
 from nanlocator.state.named_values import NamedValues
 
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -254,7 +255,7 @@ def _shown(path: str, name: str) -> str:
 
 
 def _is_kept(value: Any) -> bool:
-    return _is_simple_value(value) or _is_kept_state(value)
+    return is_simple_value(value) or _is_kept_state(value)
 
 
 def _is_kept_state(value: Any) -> bool:
@@ -269,12 +270,8 @@ def _is_kept_state(value: Any) -> bool:
     )
 
 
-def _is_simple_value(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
-
-
 def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (_is_simple_value(one) and type(one) is type(other) and repr(one) == repr(other))
+    return one is other or (is_simple_value(one) and type(one) is type(other) and repr(one) == repr(other))
 
 
 def _content(value: Any) -> Any:
@@ -352,4 +349,4 @@ class _WrittenTo:
 def _is_simple(value: Any) -> bool:
     if isinstance(value, tuple):
         return len(value) <= _MOST and all(map(_is_simple, value))
-    return _is_simple_value(value)
+    return is_simple_value(value)

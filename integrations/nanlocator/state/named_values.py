@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from nanlocator.state.closures import Used, for_each_used
+from nanlocator.state.containers import is_simple_value
 
 _MOST = 64  # values, and elements of one
 _LONGEST = 256  # characters of an element
 _ABSENT = object()
-_NUMBERS = bool | int | float | str | None
 
 
 class NamedValues:
@@ -57,7 +57,7 @@ class NamedValues:
     def _take(self, used: Used) -> None:
         if used.owner is None or len(self._places) >= _MOST or isinstance(used.owner, nn.Module):
             return
-        if isinstance(used.owner, type) and not isinstance(used.value, _NUMBERS):
+        if isinstance(used.owner, type) and not is_simple_value(used.value):
             return  # what a class collects: a framework's own state
         if _content(used.value) is None or self._is_of_library(_package_of(used.owner)):
             return
@@ -102,7 +102,7 @@ def _content(value: Any) -> Any:
     """A value by which two contents are compared; None if they cannot be compared."""
     if isinstance(value, str):
         return len(value), hash(value)  # a string keeps its hash
-    if isinstance(value, _NUMBERS):
+    if is_simple_value(value):
         return type(value), repr(value)
     if isinstance(value, functools._lru_cache_wrapper):
         return value.cache_info().currsize
@@ -115,7 +115,7 @@ def _content(value: Any) -> Any:
         simple = [
             repr(each)[:_LONGEST]
             for each in elements
-            if isinstance(each, _NUMBERS) or (isinstance(value, dict) and isinstance(each[1], _NUMBERS))
+            if is_simple_value(each) or (isinstance(value, dict) and is_simple_value(each[1]))
         ]
         return len(value), simple
     return None if value is not _ABSENT else "absent"
