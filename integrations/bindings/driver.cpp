@@ -111,7 +111,11 @@ void bind_driver(py::module_& m) {
       .value("PROCEED", Decision::proceed)
       .value("RECOVERED", Decision::recovered)
       .value("SKIP", Decision::skip)
-      .value("STOP", Decision::stop);
+      .value("STOP", Decision::stop)
+      // pybind11's own converts both to Python's integers, several times in each step.
+      .def(
+          "__eq__", [](Decision one, Decision other) { return one == other; }, py::prepend(),
+          py::is_operator());
   py::class_<StepDriver, OwnedDriver> driver(m, "StepDriver");
   driver
       .def(py::init([](py::object adapter, LocatorOptions options,

@@ -379,6 +379,7 @@ PYBIND11_MODULE(_C, m) {
   bind_driver(m);
   bind_arguments(m);
   bind_trace(m);
+  bind_plain_containers(m);
   bind_recorder(m);
   bind_watch(m);
   bind_boundary(m);

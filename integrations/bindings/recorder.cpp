@@ -100,6 +100,7 @@ void bind_recorder(py::module_& m) {
       .def("state_of_gradients", &StepRecorder::state_of_gradients)
       .def("changed_gradients", &StepRecorder::changed_gradients)
       .def("zeroed_gradients", &StepRecorder::zeroed_gradients)
+      .def("assigned_gradients", &StepRecorder::assigned_gradients)
       .def("has_checked_gradients", &StepRecorder::has_checked_gradients)
       .def("has_reduced_gradients", &StepRecorder::has_reduced_gradients)
       .def("note_weights", &StepRecorder::note_weights)

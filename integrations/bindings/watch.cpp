@@ -14,6 +14,7 @@
 #include "nanlocator/tensor/scan_one.hpp"
 #include "nanlocator/watch/module_scope.hpp"
 #include "nanlocator/watch/module_watch.hpp"
+#include "plain_containers.hpp"
 
 namespace py = pybind11;
 using py::literals::operator""_a;
@@ -134,9 +135,13 @@ void bind_module_scope(py::module_& m) {
   m.def(
       "tensors_in",
       [](const py::object& object) {
+        std::vector<at::Tensor> tensors;
+        if (const auto plain = plain_tensors(object)) {
+          for (PyObject* each : *plain) tensors.push_back(THPVariable_Unpack(each));
+          return tensors;
+        }
         std::vector<NamedTensor> named;
         collect_tensors(object.ptr(), "", 0, named);
-        std::vector<at::Tensor> tensors;
         for (auto& each : named) tensors.push_back(std::move(each.tensor));
         return tensors;
       },

@@ -30,6 +30,7 @@ class RecordedParameters {
   /// Parameters that the program itself has written to or given other memory, and no update since.
   [[nodiscard]] std::vector<at::Tensor> written_by_program() const;
   [[nodiscard]] const at::Tensor& operator[](std::size_t index) const { return parameters_[index]; }
+  [[nodiscard]] const std::vector<at::Tensor>& all() const { return parameters_; }
 
   [[nodiscard]] bool contain(const at::Tensor& tensor) const {
     return members_.contains(tensor.unsafeGetTensorImpl());

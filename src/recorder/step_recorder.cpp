@@ -428,6 +428,16 @@ std::vector<at::Tensor> StepRecorder::zeroed_gradients() const {
   return impl_->parameters.zeroed_gradients();
 }
 
+std::vector<std::pair<at::Tensor, RecordedValue>> StepRecorder::assigned_gradients() {
+  std::vector<std::pair<at::Tensor, RecordedValue>> assigned;
+  for (const at::Tensor& parameter : impl_->parameters.all()) {
+    const at::Tensor& gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    if (auto value = value_of(gradient)) assigned.emplace_back(parameter, *std::move(value));
+  }
+  return assigned;
+}
+
 bool StepRecorder::has_checked_gradients() const noexcept {
   return impl_->has_checked_gradients && !impl_->has_taken_gradients &&
          !impl_->has_reduced_gradients;

@@ -119,6 +119,8 @@ class StepRecorder {
   /// Parameters whose gradients the program has filled with zeros by an operator, `p.grad.zero_()`,
   /// since the last backward.
   [[nodiscard]] std::vector<at::Tensor> zeroed_gradients() const;
+  /// Parameters whose gradients are values that the program has computed by operators, and these.
+  [[nodiscard]] std::vector<std::pair<at::Tensor, RecordedValue>> assigned_gradients();
   /// True if a collective of the program itself wrote to gradients in this step, or sent them. A
   /// replay ends before it.
   [[nodiscard]] bool has_reduced_gradients() const noexcept;

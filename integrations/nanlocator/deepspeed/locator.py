@@ -35,7 +35,6 @@ from nanlocator.engine.options import Options, resolve_options
 from nanlocator.exchange.boundaries import Boundaries
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
-from nanlocator.state.rerun import GeneratorStates
 
 
 def install(engine: Any, **options: Unpack[Options]) -> "DeepSpeedLocator":
@@ -231,11 +230,8 @@ class DeepSpeedLocator(InstalledLocator):
     def _scan_and_agree(self) -> _C.Decision:
         if not self._driver.is_in_pass:
             return self._driver.scan_and_agree()
-        others = GeneratorStates()  # a re-run restores older states
-        others.save()
         self._scan_reduced()
         decision = self._driver.end_pass([_C.LossView(loss, None) for loss in self._recorder.losses])
-        others.restore()
         self._adapter.forget_kept()
         return decision
 

@@ -24,6 +24,7 @@ from nanlocator.engine.checkpoint_files import CheckpointFiles
 from nanlocator.engine.connection import RankConnection
 from nanlocator.engine.endings import abort_collectives, first_line, is_failure_of_peers, raise_for
 from nanlocator.engine.errors import NonFiniteGradientError
+from nanlocator.engine.on_failure import OnFailure
 from nanlocator.engine.tracebacks import CleanTracebacks
 from nanlocator.exchange import stream_sanitizer
 from nanlocator.exchange.boundaries import Boundaries
@@ -32,8 +33,9 @@ from nanlocator.hooks.patches import weakly
 from nanlocator.state.buffers import Buffers
 from nanlocator.state.communication_hooks import HookStates
 from nanlocator.state.cuda_graphs import OwnReplays, ReplayedGraphs, without_graphs
+from nanlocator.state.generators import ProgramGenerators
 from nanlocator.state.module_attributes import ModuleAttributes
-from nanlocator.state.rerun import Fp8Scales, GeneratorStates
+from nanlocator.state.rerun import Fp8Scales
 from nanlocator.state.written_files import WrittenFiles
 
 Views = tuple[list[int], list[torch.Tensor]]  # parameter ids, tensors
@@ -245,7 +247,8 @@ class Driver(_EngineDriver):
         self.connection = connection
         self._engine = _C.StepDriver(adapter, options, connection.communicator if connection else None)
         self._locator = self._engine.locator  # one object, because `weakly` refers to it
-        self.add_state("the generators of Python and numpy", GeneratorStates())
+        self._generators = ProgramGenerators()
+        self.add_state("the generators of Python and numpy", self._generators)
         self.add_state("TransformerEngine's fp8 scales", Fp8Scales())
         own_replays = OwnReplays(weakly(self.locator.add_standing_note))
         self._hook_states = HookStates(adapter.models)
@@ -283,6 +286,16 @@ class Driver(_EngineDriver):
     @property
     def locator(self) -> _C.GradientLocator:
         return self._locator
+
+    # Each step asks so often that delegation would be dear.
+
+    @property
+    def is_in_pass(self) -> bool:
+        return self._engine.is_in_pass
+
+    @property
+    def has_ended_pass(self) -> bool:
+        return self._engine.has_ended_pass
 
     @property
     def run_dir(self) -> str:
@@ -335,15 +348,13 @@ class Driver(_EngineDriver):
 
     # --- a step --------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def abandoning(self) -> Iterator[None]:
+    def abandoning(self) -> OnFailure:
         """If this block ends with an exception, abandons the step."""
-        try:
-            yield
-        except BaseException:
-            self._scanning.close()
-            self._engine.abandon()
-            raise
+        return OnFailure(self.abandon)
+
+    def abandon(self) -> None:
+        self._scanning.close()
+        self._engine.abandon()
 
     @contextlib.contextmanager
     def concluding(self, reason: str) -> Iterator[None]:
@@ -389,9 +400,9 @@ class Driver(_EngineDriver):
         return self._act_on(self._engine.end_step())
 
     def _act_on(self, decision: _C.Decision) -> _C.Decision:
-        self._attributes.leave()
-        self._hook_states.leave()
-        self._files.leave()
+        if self._generators.were_restored:
+            for state in (self._generators, self._attributes, self._hook_states, self._files):
+                state.leave()
         self._follow_trace()
         if decision == _C.Decision.SKIP:
             self.adapter.buffers.put_back_bad()
@@ -401,10 +412,12 @@ class Driver(_EngineDriver):
 
     def _follow_trace(self) -> None:
         """Gives the trace module names while it exists."""
-        if self._engine.is_tracing and not self._trace_hooks:
-            self._trace_hooks += self.adapter.trace_hooks()
-        elif not self._engine.is_tracing and self._trace_hooks:
+        if self._engine.is_tracing == bool(self._trace_hooks):
+            return
+        if self._trace_hooks:
             _remove_all(self._trace_hooks)
+        else:
+            self._trace_hooks += self.adapter.trace_hooks()
 
 
 def _remove_all(*lists: list[Any]) -> None:

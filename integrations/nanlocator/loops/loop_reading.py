@@ -4,7 +4,7 @@
 follow; ``zero_grad`` may come before a forward, after it, or never.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -16,11 +16,11 @@ class LoopReading:
 
     Attributes:
         decision: on the present gradients, which outlive the step that the first optimizer has ended.
-        zeroed: parameters whose gradients exist, and were zeroed after the last scan of gradients.
+        zeroed: ids of parameters whose gradients exist, and were zeroed after the last scan of gradients.
     """
 
     def __init__(self) -> None:
-        self.zeroed: set[torch.Tensor] = set()
+        self.zeroed: set[int] = set()
         self.forget()
 
     def forget(self) -> None:
@@ -56,7 +56,8 @@ class LoopReading:
         """The gradients scanned are those with new contributions."""
         self.zeroed.clear()
 
-    def zero_gradients(self, parameters: Iterable[torch.Tensor], *, had_backward: bool) -> None:
+    def zero_gradients(self, parameters: list[torch.Tensor], *, had_backward: bool) -> None:
         """After zeroing; ``had_backward``: the current step already had one."""
         self._is_left = not had_backward
-        self.zeroed |= {p for p in parameters if p.grad is not None}
+        left, _ = _C.gradients_of(parameters)
+        self.zeroed |= {id(parameters[number]) for number in left}

@@ -114,6 +114,8 @@ class PlainAdapter(Adapter):
         self.parts = [
             part for p in self.tensors for part in by_fsdp2.get(p) or by_fsdp1.get(p) or [whole_part(p)]
         ]
+        self._ids = frozenset(map(id, self.tensors))
+        self._are_whole = len(self.parts) == len(self.tensors) and all(map(_is_whole, self.parts))
         numbers: dict[torch.Tensor, list[int]] = {}
         for index, part in enumerate(self.parts):
             numbers.setdefault(part.tensor, []).append(index)
@@ -170,12 +172,18 @@ class PlainAdapter(Adapter):
         return coordinates
 
     def gradients(self) -> Views:
+        if self._are_whole and not self.left_out:
+            return _C.gradients_of(self.tensors)
         found = [
             (i, part.view(part.tensor.grad))
             for i, part in enumerate(self.parts)
             if part.tensor.grad is not None and part.tensor not in self.left_out
         ]
         return [i for i, _ in found], [gradient for _, gradient in found]
+
+    def held_among(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that the optimizers hold."""
+        return [each for each in tensors if id(each) in self._ids]  # to hash a tensor is a call
 
     def weights(self) -> Views:
         return ([], []) if self.has_changed_weights else self.weights_now()
@@ -362,14 +370,13 @@ class PlainPass(Pass):
 
     def __init__(self, adapter: PlainAdapter) -> None:
         self._adapter = adapter
-        self._had_gradient = [
-            p.grad is not None for p in adapter.tensors
-        ]  # hashing them costs 3 times as much
+        self._had_gradient, _ = _C.gradients_of(adapter.tensors)
 
     def clear_gradients(self) -> None:
-        for parameter, had in zip(self._adapter.tensors, self._had_gradient, strict=True):
+        had = set(self._had_gradient)
+        for number, parameter in enumerate(self._adapter.tensors):
             if parameter.grad is not None:
-                parameter.grad = torch.zeros_like(parameter.grad) if had else None
+                parameter.grad = torch.zeros_like(parameter.grad) if number in had else None
         for model in self._adapter.models:
             fsdp2.forget_unreduced(model)
         for each in self._adapter.own_gradients:
@@ -430,6 +437,11 @@ def are_in_shards(modules: Iterable[torch.nn.Module]) -> bool:
         for each in modules
         for p in held_parameters([each])
     )
+
+
+def _is_whole(part: Part) -> bool:
+    """Whether the gradient of its tensor is its own as it is."""
+    return part.view is local_part and local_part(part.tensor) is part.tensor
 
 
 def _below(model: str, name: str) -> str:

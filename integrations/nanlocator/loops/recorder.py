@@ -43,8 +43,8 @@ from nanlocator.sharding.pipelining import Pipeline
 from nanlocator.state import lightning_steps
 from nanlocator.state.batches import KeptBatch
 from nanlocator.state.buffers import Buffers
-from nanlocator.state.containers import mapped, tensors_beside, tensors_of
-from nanlocator.state.rerun import GeneratorStates
+from nanlocator.state.containers import mapped, replaced, tensors_beside, tensors_of
+from nanlocator.state.generators import GeneratorStates
 from nanlocator.state.switches import Switches, switches_of
 
 T = TypeVar("T")
@@ -184,16 +184,17 @@ class StepRecorder:
         self._without_gradient = 0
         self.has_update = self.has_gradients = self.has_only_broken = False
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> "_Suspension":
         """For code outside of a step: an update, a re-run."""
+        return _Suspension(self)
+
+    def suspend(self) -> None:
         self._depth += 1
         self._engine.pause()
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            self._engine.resume()
+
+    def resume(self) -> None:
+        self._depth -= 1
+        self._engine.resume()
 
     @property
     def is_suspended(self) -> bool:
@@ -281,11 +282,14 @@ class StepRecorder:
             self.give_up(f"the arguments of {class_name(module)} cannot be kept")
         self._engine.begin_call()
         try:
-            with self.suspended(), self._in_module():
+            self._is_in_module = True
+            with self.suspended():
                 output = original(module, *args, **kwargs)
         except Exception as error:
             self._note_error(kept, error)
             raise
+        finally:
+            self._is_in_module = False
         self._engine.end_call()
         if kept is not None:
             self._engine.add_call(*kept, _results_in(output))
@@ -327,14 +331,6 @@ class StepRecorder:
         if kept is not None and may_refuse_values(error):
             self._broken = _BrokenCall(*kept, error)
 
-    @contextlib.contextmanager
-    def _in_module(self) -> Iterator[None]:
-        self._is_in_module = True
-        try:
-            yield
-        finally:
-            self._is_in_module = False
-
     def trains(self, module: nn.Module) -> bool:
         """Whether the module holds a watched parameter."""
         is_ours = self._ours.get(module)
@@ -350,7 +346,7 @@ class StepRecorder:
         return self._engine.state_of_gradients(), sum(tensor._version for tensor in inner)
 
     def _has_unreduced(self) -> bool:
-        return any(map(fsdp2.has_unreduced, self._switches))
+        return bool(self._sharded) and any(map(fsdp2.has_unreduced, self._switches))
 
     def _follow_switches(self, module: nn.Module) -> None:
         if module not in self._switches:
@@ -419,11 +415,7 @@ class StepRecorder:
 
     def _assigned(self) -> dict[torch.Tensor, _C.RecordedValue]:
         """The gradients that the program has computed by operators and assigned."""
-        return {
-            p: value
-            for p in self._parameters
-            if p.grad is not None and (value := self._engine.value_of(p.grad)) is not None
-        }
+        return dict(self._engine.assigned_gradients())
 
     def zeroed_gradients(self) -> list[torch.Tensor]:
         """Parameters whose gradients the program itself has filled with zeros since the last backward."""
@@ -653,7 +645,7 @@ class StepRecorder:
         by_reference = [tensor for tensor, copy in zip(data, copies, strict=True) if copy is tensor]
         by_reference += filter(_is_plain, tensors_beside(value))
         self._by_reference = [(tensor, _C.content_sample(tensor)) for tensor in by_reference]
-        return mapped(value, lambda each: stand_ins.get(id(each), each))
+        return replaced(value, stand_ins)
 
     # --- execution -----------------------------------------------------------------------------------
 
@@ -724,6 +716,21 @@ def _stop_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_stop_in_child)
+
+
+class _Suspension:
+    """A block that is no part of a step. Entered many times in each step, so no generator."""
+
+    __slots__ = ("_recorder",)
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        self._recorder.suspend()
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder.resume()
 
 
 @dataclass(frozen=True)
@@ -942,12 +949,16 @@ class RecordedPass(PlainPass):
         self._changed_gradients: list[str] = []
         self._left_is_bad = False  # a gradient of an earlier step
 
-    def take_gradients(self, zeroed: set[torch.Tensor]) -> bool:
-        """Before the first backward. Existing gradients that are not among ``zeroed`` belong to another
-        step. True if some of them are bad after a bad step; a healthy run scans none here."""
-        self._had_gradient = [p.grad is not None for p in self._adapter.tensors]
+    def take_gradients(self, zeroed: set[int]) -> bool:
+        """Before the first backward. Existing gradients that are not of a parameter among ``zeroed`` (ids)
+        belong to another step. True if some of them are bad after a bad step; a healthy run scans none
+        here."""
+        tensors = self._adapter.tensors
+        self._had_gradient, gradients = _C.gradients_of(tensors)
         self._leftovers = {
-            p: _version_of(p.grad) for p in self._adapter.tensors if p.grad is not None and p not in zeroed
+            tensors[number]: _version_of(gradient)
+            for number, gradient in zip(self._had_gradient, gradients, strict=True)
+            if id(tensors[number]) not in zeroed
         }
         left = [p.grad for p in self._leftovers if self._adapter.verdicts and p.grad is not None]
         self._left_is_bad = any(map(is_bad, left))
@@ -958,7 +969,7 @@ class RecordedPass(PlainPass):
         """Leaves out another step's gradients unless this step uses them: those of a discriminator, for
         example, while its generator is trained. They are restored afterwards. If the program has changed
         weights since, they are not scanned: they are not the ones that the step used."""
-        left_out = self._leftovers.keys() - set(used)
+        left_out = self._leftovers.keys() - set(used) if self._leftovers else set()
         gradients = [(parameter, parameter.grad) for parameter in left_out]
         self._adapter.left_out = left_out
         self._adapter.has_changed_weights = bool(self._recorder.changed_weights())

@@ -23,6 +23,7 @@ from nanlocator.engine.driver import LossScale, SkippedUpdate, note_numbers
 from nanlocator.engine.endings import ending_error, first_line, is_failure_of_peers
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.locator import Locator
+from nanlocator.engine.on_failure import OnFailure
 from nanlocator.engine.options import Options, resolve_options
 from nanlocator.engine.this_rank import log
 from nanlocator.hooks import points
@@ -44,7 +45,6 @@ from nanlocator.loops.plain import (
 from nanlocator.loops.recorder import RecordedPass, StepRecorder, WeightsState
 from nanlocator.sharding import fsdp1
 from nanlocator.sharding.pipelining import follow_steps, stages_of
-from nanlocator.state.rerun import GeneratorStates
 
 _USED_IN_BACKWARD = 1 << 24  # groups of scans, one per optimizer
 _UPDATED = 1 << 25
@@ -227,7 +227,7 @@ class Watch(Locator):
     def _take_gradients(self) -> None:
         step_pass = self._driver.step_pass
         if self._recorder.backwards == 0 and step_pass is not None:
-            if step_pass.take_gradients(self._loop.zeroed.union(self._recorder.zeroed_gradients())):
+            if step_pass.take_gradients(self._loop.zeroed.union(map(id, self._recorder.zeroed_gradients()))):
                 self._driver.note_left_gradients()
 
     def after_backward(self) -> None:
@@ -263,27 +263,22 @@ class Watch(Locator):
 
     def _end_pass(self, used: Iterable[torch.Tensor] = ()) -> None:
         self._loop.scan_gradients()
-        others = GeneratorStates()  # a re-run restores older states
-        others.save()
         with self._abandoning(), self._recorder.suspended(), self._driver.step_pass.leaving_out(used):
             if self._recorder.has_update:
                 self._driver.scan("params_after", _UPDATED, "weight", *self._adapter.weights_now())
             self._loop.decision = self._driver.end_pass(self._loss_views())
-        others.restore()
 
     def _loss_views(self) -> list[_C.LossView]:
         losses = self._recorder.losses
         is_numbered = len(losses) > 1 and self._recorder.number_of_microbatches == len(losses)
         return [_C.LossView(loss, i if is_numbered else None) for i, loss in enumerate(losses)]
 
-    @contextlib.contextmanager
-    def _abandoning(self) -> Any:
-        try:
-            with self._driver.abandoning():
-                yield
-        except BaseException:
-            self._forget()
-            raise
+    def _abandoning(self) -> OnFailure:
+        return OnFailure(self._abandon)
+
+    def _abandon(self) -> None:
+        self._driver.abandon()
+        self._forget()
 
     @contextlib.contextmanager
     def _discarding(self) -> Iterator[None]:
@@ -381,8 +376,7 @@ class Watch(Locator):
             file=sys.stderr,
             flush=True,
         )
-        self._driver.abandon()
-        self._forget()
+        self._abandon()
 
     def _scan_alone(self, reason: str) -> None:
         self._driver.scan_gradients()
@@ -577,8 +571,7 @@ class Watch(Locator):
         if self._recorder.is_suspended:
             return
         if self._is_unseen:  # too late: the weights have moved
-            self._driver.abandon()
-            self._forget()
+            self._abandon()
         self._end_step()
 
     def _update(self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -631,10 +624,9 @@ class Watch(Locator):
         backward that an error ended: this rank alone may discard them (after it has run out of memory)."""
         if self._recorder.is_suspended:
             return zero()
-        ours = set(self._adapter.tensors).intersection(parameters)
+        ours = self._adapter.held_among(parameters)
         if ours and self._recorder.has_only_broken and self._is_unseen:
-            self._driver.abandon()
-            self._forget()
+            self._abandon()
         elif ours and not self._is_in_closure:  # those of its last evaluation were scanned
             with self._discarding() if self._are_discarded(ours) else contextlib.nullcontext():
                 self._scan_gradients(ours, are_dropped=True)
@@ -647,13 +639,13 @@ class Watch(Locator):
             self._loop.zero_gradients(ours, had_backward=had_backward)
         return result
 
-    def _are_discarded(self, zeroed: set[torch.Tensor]) -> bool:
+    def _are_discarded(self, zeroed: list[torch.Tensor]) -> bool:
         """The program has looked at this step's gradients, keeps none of them, and now zeroes them all. With
         several ranks, they would have to agree on it."""
         if self._driver.connection is not None or not self._recorder.has_checked_gradients:
             return False
         written = [p for p in self._adapter.tensors if p.grad is not None]
-        return zeroed.issuperset(written) and not any(map(_is_gradient_held, written))
+        return set(zeroed).issuperset(written) and not any(map(_is_gradient_held, written))
 
 
 def _references_to_gradient(parameter: torch.Tensor) -> int:

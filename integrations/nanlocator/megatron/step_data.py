@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nanlocator.state.batches import KeptBatch, named_tensors
-from nanlocator.state.rerun import GeneratorStates
+from nanlocator.state.generators import GeneratorStates
 
 
 class StepData:

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from nanlocator import _C
+
 
 class KeptBatch:
     """``item``, with its containers copied and its tensors by reference."""
 
     def __init__(self, item: Any) -> None:
         self.item = _containers_copied(item)
-        self._versions = [(name, tensor, _version(tensor)) for name, tensor in named_tensors(self.item)]
+        self._versions = [_version(tensor) for tensor in _tensors(self.item)]
 
     def copy(self) -> Any:
         """A copy for a step, which may remove entries from its batch."""
@@ -24,7 +26,7 @@ class KeptBatch:
         place = "" if microbatch is None else f"microbatch {microbatch}: "
         return [
             f"{place}'{name}' was written in place by the step"
-            for name, tensor, version in self._versions
+            for (name, tensor), version in zip(named_tensors(self.item), self._versions, strict=True)
             if _version(tensor) != version
         ]
 
@@ -40,7 +42,14 @@ def named_tensors(item: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor
         yield from named_tensors(value, f"{name}.{key}" if name else str(key))
 
 
+def _tensors(item: Any) -> list[torch.Tensor]:
+    plain = _C.plain_tensors(item)
+    return plain if plain is not None else [tensor for _, tensor in named_tensors(item)]
+
+
 def _containers_copied(item: Any) -> Any:
+    if _C.plain_tensors(item) is not None:
+        return _C.plain_replaced(item, {})
     if type(item) is dict:
         return {key: _containers_copied(value) for key, value in item.items()}
     if type(item) in (list, tuple):

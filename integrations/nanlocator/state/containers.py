@@ -48,8 +48,17 @@ def is_simple_value(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
+def replaced(value: Any, by_id: dict[int, Any]) -> Any:
+    """``mapped``, with ``by_id`` in place of the tensors with these ids."""
+    if _C.plain_tensors(value) is not None:
+        return _C.plain_replaced(value, by_id)
+    return mapped(value, lambda each: by_id.get(id(each), each))
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors that ``mapped`` replaces, in its order."""
+    if (plain := _C.plain_tensors(value)) is not None:
+        return plain
     tensors: list[torch.Tensor] = []
 
     def add(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,6 +71,8 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def tensors_beside(value: Any) -> list[torch.Tensor]:
     """Some tensors in attributes and entries of objects that ``mapped`` leaves unchanged."""
+    if _C.plain_tensors(value) is not None:
+        return []
     found: list[torch.Tensor] = []
     seen: set[int] = set()
 

@@ -1,10 +1,8 @@
-"""The Python state that the re-run of a bad step restores: Python's and numpy's generators, a loss scaler,
+"""The Python state that the re-run of a bad step restores, beside generators: a loss scaler,
 TransformerEngine's scales. The re-run itself is C++ (nanlocator/step/step_rerun.hpp)."""
 
 import copy
-import ctypes
 import operator
-import random
 import sys
 from typing import Any, Protocol
 
@@ -18,45 +16,6 @@ class Stateful(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
-class GeneratorStates:
-    """Python's ``random`` and, if numpy is imported, its global generator."""
-
-    def save(self) -> None:
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = _state_of_numpy(numpy) if numpy is not None else None
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-
-
-_MERSENNE_TWISTER = 2500  # bytes: numpy/random/src/mt19937/mt19937.h, mt19937_state
-_latest: tuple[bytes | None, Any] = (None, None)  # memory and state of numpy's generator
-
-
-def _state_of_numpy(numpy: Any) -> Any:
-    """Of its global generator. Making it takes 60 µs, looking at its memory 5: the latest one is used again
-    if the memory is the same and held no second normal number, whose use changes no memory."""
-    global _latest
-    memory, (latest, state) = _memory_of(numpy), _latest
-    if memory is None or memory != latest or state[3]:
-        state = numpy.random.get_state()
-        _latest = memory, state
-    return state
-
-
-def _memory_of(numpy: Any) -> bytes | None:
-    try:
-        bits = numpy.random.mtrand._rand._bit_generator
-        if type(bits).__name__ == "MT19937":
-            return ctypes.string_at(bits.ctypes.state_address, _MERSENNE_TWISTER)
-    except Exception:  # another version, another generator
-        pass
-    return None
 
 
 class ObjectState:
