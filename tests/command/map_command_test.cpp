@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -203,7 +204,7 @@ TEST_F(MapCommand, WrongUseIsOneLineAndExitCodeTwo) {
   expect_one_clear_line(run_command({}), "a command is required: bundle, ");
   expect_one_clear_line(run_command({"mop"}), "\"mop\" (did you mean map?); see nanlocator --help");
   expect_one_clear_line(run_command({"map"}), "nanlocator map --help");
-  expect_one_clear_line(run_command({"map", "show"}), "DIR is required; see nanlocator map show");
+  expect_one_clear_line(run_command({"map", "diff"}), "DIR is required; see nanlocator map diff");
   expect_one_clear_line(run_command({"map", "find", directory()}), "PATTERN is required");
   expect_one_clear_line(run_command({"map", "find", directory(), ""}), "the pattern is empty");
   expect_one_clear_line(run_command({"map", "find", directory(), "9223372036854775808"}), "2^63");
@@ -286,7 +287,28 @@ TEST(NanlocatorCommand, PrintsItsVersion) {
   EXPECT_EQ(text.exit_code, 0);
   const std::string version = json_of(run_command({"version", "--json"}))["version"];
   EXPECT_THAT(version, ::testing::MatchesRegex("[0-9]+\\.[0-9]+\\.[0-9]+"));
-  EXPECT_EQ(text.out, "nanlocator " + version + "\n");
+  EXPECT_THAT(text.out, StartsWith("nanlocator " + version + ", built "));
+  EXPECT_EQ(run_command({"--version"}).out, text.out);
+  EXPECT_EQ(run_command({"-V"}).out, text.out);
+}
+
+TEST(NanlocatorCommand, HelpIsAlsoACommand) {
+  EXPECT_EQ(run_command({"help"}).out, run_command({"--help"}).out);
+  EXPECT_EQ(run_command({"help", "report"}).out, run_command({"report", "--help"}).out);
+}
+
+TEST(NanlocatorCommand, AnUnknownCodeIsNotExplainedButItsNeighbourNamed) {
+  const auto result = run_command({"explain", "bad_dat"});
+  expect_one_clear_line(result, "there is no code bad_dat (did you mean bad_data?)");
+  EXPECT_EQ(run_command({"explain", "bad_data"}).exit_code, 0);
+}
+
+TEST(NanlocatorCommand, TheMapsOfARunAreThoseOfItsLatestAttempt) {
+  const TemporaryFolder maps, run;
+  plant_eight_ranks(maps);
+  std::filesystem::copy(maps.path(), run / "a1", std::filesystem::copy_options::recursive);
+  EXPECT_EQ(run_command({"map", "show", run.path().string(), "--rank", "3"}).out,
+            run_command({"map", "show", maps.path().string(), "--rank", "3"}).out);
 }
 
 }  // namespace

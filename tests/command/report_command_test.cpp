@@ -255,5 +255,18 @@ TEST_F(ReportCommand, WatchWaitsForTheFolderAndTellsEachVerdictOnce) {
   }
 }
 
+TEST(ReportOfARun, SaysThatALaterAttemptHasFoundNothing) {
+  const TemporaryFolder run;
+  for (const char* attempt : {"a0", "a1"}) {
+    std::filesystem::create_directory(run / attempt);
+    run.plant(std::string(attempt) + "/run.json", R"({"version": 1, "run_id": "monday"})");
+  }
+  for (const int rank : {0, 1}) append_ledger(run / "a0", ledger_of(rank));
+  const auto result = run_command({"report", run.path().string()});
+  EXPECT_THAT(result.err, HasSubstr("a1 was started after this attempt, a0, and has no finding so "
+                                    "far"));
+  EXPECT_THAT(run_command({"report", (run / "a0").string()}).err, Not(HasSubstr("a1 was")));
+}
+
 }  // namespace
 }  // namespace nanlocator

@@ -74,19 +74,6 @@ std::size_t edits_between(std::string_view from, std::string_view to) {
   return last.back();
 }
 
-/// " (did you mean --list?)"; "" if no name is close.
-std::string suggestion(std::string_view typed, const std::vector<std::string>& names) {
-  std::size_t fewest = (typed.size() + 2) / 3 + 1;  // at most a third of its letters may differ
-  std::string nearest;
-  for (const auto& name : names) {
-    const bool is_abbreviation = !typed.empty() && name.starts_with(typed);
-    const std::size_t edits = is_abbreviation ? 1 : edits_between(typed, name);
-    if (edits < fewest) nearest = name;
-    fewest = std::min(fewest, edits);
-  }
-  return nearest.empty() ? "" : " (did you mean " + nearest + "?)";
-}
-
 void check_value(const std::string& name, const Option& option, const std::string& value) {
   const auto is_within = [&](const auto& number) {
     return number && *number >= option.low && *number <= option.high;
@@ -397,6 +384,18 @@ Arguments parse(const Command& root, std::string name, std::span<const std::stri
   arguments.words.assign(words.begin(), words.end());
   Reader(arguments).read();
   return arguments;
+}
+
+std::string suggestion(std::string_view typed, const std::vector<std::string>& names) {
+  std::size_t fewest = (typed.size() + 2) / 3 + 1;  // at most a third of its letters may differ
+  std::string nearest;
+  for (const auto& name : names) {
+    const bool is_abbreviation = !typed.empty() && name.starts_with(typed);
+    const std::size_t edits = is_abbreviation ? 1 : edits_between(typed, name);
+    if (edits < fewest) nearest = name;
+    fewest = std::min(fewest, edits);
+  }
+  return nearest.empty() ? "" : " (did you mean " + nearest + "?)";
 }
 
 }  // namespace nanlocator::command

@@ -103,6 +103,9 @@ struct Arguments {
 [[nodiscard]] std::string help_of(const Command& command, const std::string& name,
                                   std::size_t width);
 
+/// " (did you mean --list?)"; "" if no name is close.
+[[nodiscard]] std::string suggestion(std::string_view typed, const std::vector<std::string>& names);
+
 /// The number that all of `text` spells.
 [[nodiscard]] std::optional<std::int64_t> integer_from(std::string_view text);
 [[nodiscard]] std::optional<double> number_from(std::string_view text);

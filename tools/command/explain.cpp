@@ -1,8 +1,10 @@
 // `nanlocator explain`: what the code in the brackets of a verdict means.
+#include <algorithm>
 #include <iostream>
 #include <string>
 
 #include "command.hpp"
+#include "nanlocator/error.hpp"
 #include "nanlocator/report/narrative.hpp"
 
 namespace nanlocator::command {
@@ -10,11 +12,16 @@ namespace {
 
 int explain(const Arguments& given) {
   const std::string code = given.text("CODE");
+  const auto codes = explained_codes();
   if (!code.empty()) {
+    if (std::ranges::find(codes, code) == codes.end()) {
+      throw UsageError("there is no code " + code + suggestion(code, codes) +
+                       "; `nanlocator explain` lists them");
+    }
     std::cout << explanation_of(code);
     return kClean;
   }
-  for (const std::string& each : explained_codes()) std::cout << each << '\n';
+  for (const std::string& each : codes) std::cout << each << '\n';
   return kClean;
 }
 

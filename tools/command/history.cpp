@@ -192,6 +192,10 @@ int history(const Arguments& given) {
     if (i > 0) std::cout << '\n';
     print_curve(curves[i], options);
   }
+  const auto has_grown = [](const Curve& curve) { return curve.growth.value_or(1) >= 2; };
+  if (!curves.empty() && std::ranges::none_of(curves, has_grown)) {
+    std::cout << "\nnone of them doubled: what was bad came within a step\n";
+  }
   if (shown < curves.size()) {
     std::cout << '\n'
               << shown << " of " << curves.size() << ", the fastest growing; --top "
@@ -202,7 +206,7 @@ int history(const Arguments& given) {
 
 constexpr Option kHistoryOptions[] = {
     {.name = "DIR",
-     .least = 1,
+     .default_value = "nanlocator_run",
      .help = "Folder of a run (nanlocator_run), of one attempt, or with history files"},
     kJsonOption,
     {.name = "--param",

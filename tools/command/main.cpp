@@ -36,8 +36,20 @@ void report_truncated_files() {
   ::sigaction(SIGBUS, &action, nullptr);
 }
 
-int run(const std::vector<std::string>& words) {
+/// `--version` and `help report`, as other programs have them.
+std::vector<std::string> usual(std::vector<std::string> words) {
+  if (words.empty()) return words;
+  if (words.front() == "--version" || words.front() == "-V") words.front() = "version";
+  if (words.front() == "help") {
+    words.erase(words.begin());
+    words.emplace_back("--help");
+  }
+  return words;
+}
+
+int run(const std::vector<std::string>& given_words) {
   report_truncated_files();
+  const std::vector<std::string> words = usual(given_words);
   const Command commands[] = {
       bundle_command(), kCheckCheckpoint,   kDoctor, explain_command(), history_command(),
       map_command(),    netcheck_command(), kNext,   replay_command(),  report_command(),
@@ -48,8 +60,8 @@ int run(const std::vector<std::string>& words) {
       .exit_codes = "0 clean, 1 findings, 2 wrong use or unreadable input",
       .examples =
           "nanlocator report nanlocator_run\n"
-          "nanlocator map show nanlocator_run/a0 --rank 0\n"
-          "nanlocator report --help",
+          "nanlocator next\n"
+          "nanlocator help report",
       .commands = commands};
   try {
     const Arguments given = parse(nanlocator, "nanlocator", words);

@@ -18,6 +18,7 @@
 #include "nanlocator/error.hpp"
 #include "nanlocator/map/map_query.hpp"
 #include "nanlocator/map/parameter_map.hpp"
+#include "nanlocator/report/read_run.hpp"
 
 namespace nanlocator::command {
 namespace {
@@ -98,7 +99,7 @@ Json map_to_json(const ParameterMap& map) {
 }
 
 int show_maps(const Arguments& given) {
-  const std::string directory = given.text("DIR");
+  const std::string directory = latest_attempt(given.text("DIR")).string();
   const MapDirectory read = read_map_directory(directory);
   std::vector<const ParameterMap*> shown;
   if (const auto rank = given.integer("--rank")) {
@@ -184,7 +185,7 @@ void print_found(const FoundParameter& found) {
 }
 
 int find_in_maps(const Arguments& given) {
-  const std::string directory = given.text("DIR");
+  const std::string directory = latest_attempt(given.text("DIR")).string();
   const std::string pattern = given.text("PATTERN");
   if (pattern.empty()) throw UsageError("the pattern is empty; give an id or a name");
   const MapDirectory read = read_map_directory(directory);
@@ -465,7 +466,9 @@ constexpr Option kDirectoryOfMaps = {
     .help = "Folder with param_manifest_*.json or param_id_name_map_*.json files"};
 
 constexpr Option kShowMapOptions[] = {
-    kDirectoryOfMaps,
+    {.name = kDirectoryOfMaps.name,
+     .default_value = "nanlocator_run",
+     .help = "A run's folder, one of its attempts (a0), or one with maps copied together"},
     kJsonOption,
     {.name = "--rank", .value = "N", .type = Type::integer, .help = "Only this global rank"},
 };
@@ -493,7 +496,7 @@ constexpr Command kMapCommands[] = {
     {.name = "show",
      .summary = "List every rank's parameters",
      .options = kShowMapOptions,
-     .examples = "nanlocator map show nanlocator_run/a0 --rank 0",
+     .examples = "nanlocator map show --rank 0",
      .run = show_maps},
     {.name = "find",
      .summary = "Show which ranks hold a parameter, and which part of it",
@@ -502,7 +505,7 @@ constexpr Command kMapCommands[] = {
          "A number is an id; to match it in names add a *. Quote patterns to protect them from "
          "the shell. Elements a..b of the flattened parameter begin with a and end before b.",
      .exit_codes = "0 found, 1 nothing was found, 2 wrong use or unreadable input",
-     .examples = "nanlocator map find nanlocator_run/a0 'layers.3.*layernorm*'",
+     .examples = "nanlocator map find nanlocator_run 'layers.3.*layernorm*'",
      .run = find_in_maps},
     {.name = "diff",
      .summary = "Compare the maps of two runs, or of two ranks",
@@ -520,7 +523,7 @@ constexpr Command kMapCommands[] = {
 Command map_command() {
   return {.name = "map",
           .summary = "Parameter ids, names and the ranks that hold them",
-          .examples = "nanlocator map show nanlocator_run/a0 --rank 0",
+          .examples = "nanlocator map show --rank 0",
           .commands = kMapCommands};
 }
 

@@ -302,6 +302,17 @@ int list_steps(const std::string& directory, bool is_json) {
   return has_bad ? kFindings : kClean;
 }
 
+/// A job that was started again and is well has written nothing that a report reads.
+void note_later_attempt(const std::string& directory, RunReport& report) {
+  const fs::path latest = latest_attempt(directory);
+  const fs::path attempt = report.run_dir;
+  if (!has_findings(report) || latest == attempt) return;
+  if (latest.parent_path() == attempt.parent_path()) {
+    report.notes.push_back(latest.filename().string() + " was started after this attempt, " +
+                           attempt.filename().string() + ", and has no finding so far");
+  }
+}
+
 // --- selection ---------------------------------------------------------------------------------
 
 void check_together(const Arguments& given) {
@@ -327,6 +338,7 @@ int report(const Arguments& given) {
   const bool is_html = given.has("--html");
   RunReport read = read_run(directory, given.integer("--step"),
                             is_html ? RunDetail::everything : RunDetail::verdict);
+  note_later_attempt(directory, read);
   if (is_html) return write_page(read, given.text("--html"));
   if (given.has("--rank")) return report_ranks(read, ranks_of(given), is_json);
   const int code = code_of(read.verdict);
