@@ -1005,7 +1005,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::trace_operators:
       return {level_up_text(origin)};
     case Action::inspect_batch:
-      return {"look at this replica's batch, labels and loss in this step",
+      return {"look at the batch, the labels and the loss of this step",
               "then at its activations layer by layer"};
     case Action::check_clip:
       return {

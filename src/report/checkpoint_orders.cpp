@@ -86,6 +86,12 @@ std::string as_started(const Verdict& verdict) {
                   : "LOAD what this run was started from" + why;
 }
 
+/// Where no folder is known whose names have steps.
+std::string saved_text(const Verdict& verdict) {
+  if (!verdict.launch || verdict.launch->saved.empty()) return "this run was not seen to save any";
+  return "its latest, by a name without a step, is " + printable(verdict.launch->saved);
+}
+
 /// What to load once the job may start again.
 std::string loaded_text(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
@@ -104,8 +110,8 @@ std::string loaded_text(const Verdict& verdict) {
                                          " or older" + counts_other_steps(verdict)
                                    : std::string();
     if (folder.empty() && before) {
-      return "LOAD the newest" + old +
-             " (this run was not seen to save any), else start as this run was started";
+      return "LOAD the newest" + old + " (" + saved_text(verdict) +
+             "), else start as this run was started";
     }
     return "LOAD the newest" + old +
            " from before the weights grew (finite is not enough): its largest weight is at most "
@@ -150,8 +156,7 @@ std::string loaded_text(const Verdict& verdict) {
   if (may_load_newest(verdict)) {
     const bool is_known = verdict.job.are_weights_finite == true;
     return "LOAD the newest that the job has (" +
-           (folder.empty() ? std::string("this run was not seen to save any")
-                           : "none with a step in its name is in " + folder) +
+           (folder.empty() ? saved_text(verdict) : "none with a step in its name is in " + folder) +
            ")" + (is_known ? "" : ", if " + check_command("PATH") + " finds it finite") +
            ", else start as this run was started" + garbage_text(verdict);
   }

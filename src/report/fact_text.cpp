@@ -765,8 +765,9 @@ std::string plain_text(const Fact& fact) {
       return "the first bad gradient of its ranks, in backward order, is that of " +
              fact.parameter + clean_before_text(fact);
     case before_collective:
-      return "these gradients were bad before the data-parallel collective, so the fault is in "
-             "this replica; which of its ranks, layers or operators is not visible in gradients";
+      return "these gradients were bad when backward had ended, before any reduction over "
+             "replicas: "
+             "what made them is not visible in gradients";
     case stayed_on_rank:
       return "the other tensor-parallel ranks stayed clean, though their activations' gradients "
              "are summed with this rank's: it did not travel with those; this rank's own gradient "

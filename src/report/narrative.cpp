@@ -289,14 +289,14 @@ std::vector<std::string> tests_of(const Verdict& verdict, const Origin& origin) 
         break;
       case FactKind::rerun_clean:
       case FactKind::gone_in_rerun:
-        tests.push_back(
-            has_fact(origin.facts, FactKind::reduction_not_repeated)
-                ? "the gradients were finite in a re-run on " + machine +
-                      ", which leaves out the program's own reduction"
-            : verdict.rerun.not_restored.empty()
-                ? "it was gone in a re-run on " + machine
-                : "it was gone in a re-run that lacked something of the program's state, so that "
-                  "says nothing about a machine");
+        tests.push_back(has_fact(origin.facts, FactKind::reduction_not_repeated)
+                            ? "the gradients were finite in a re-run on " + machine +
+                                  ", which leaves out the program's own reduction"
+                        : verdict.rerun.not_restored.empty()
+                            ? "it was gone in a re-run on " + machine
+                            : "it was gone in a re-run that may have lacked some of the program's "
+                              "state, so that "
+                              "says nothing about a machine");
         break;
       case FactKind::sum_near_overflow:
         tests.push_back("no NaN, and the largest finite element is close to the largest " +
@@ -507,8 +507,11 @@ std::string event_of(const Verdict& verdict) {
 
 // ---- what the author needs ----
 
-std::string audience_of(const JobDecision& decision) {
-  const Owner reader = decision.page != Owner::nobody ? decision.page : decision.ticket;
+std::string audience_of(const Verdict& verdict, const Origin& origin) {
+  const JobDecision& decision = verdict.decision;
+  const Owner reader = deciding_step(verdict)           ? origin.owner
+                       : decision.page != Owner::nobody ? decision.page
+                                                        : decision.ticket;
   switch (reader) {
     case Owner::model_author:
     case Owner::data:
@@ -682,7 +685,7 @@ void add_rows(Rows& rows, const char* label, std::vector<std::string> texts) {
 
 void add_details(const Verdict& verdict, const Origin& origin, std::string_view run_dir,
                  Narrative& narrative) {
-  narrative.audience = audience_of(verdict.decision);
+  narrative.audience = audience_of(verdict, origin);
   narrative.place = code_place_of(verdict, origin);
   if (!narrative.place.empty() && !origin.code->text.empty()) {
     narrative.source = std::to_string(origin.code->line) + " |  " + origin.code->text;
@@ -735,6 +738,27 @@ static void add_plan(const Verdict& verdict, std::string_view run_dir, Rows& row
   }
 }
 
+/// The state of the job and what is to be done with it, by whoever is on call.
+static void add_orders(const Verdict& verdict, std::string_view run_dir, Rows& rows) {
+  add_row(rows, "state", state_of(verdict));
+  add_silent(verdict, rows);
+  const bool is_look_first = is_to_look_first(verdict);
+  if (is_look_first) add_check(verdict, rows);
+  add_checkpoint(verdict, rows);
+  add_limit(verdict, rows);
+  add_policy(verdict, rows);
+  add_skip(verdict, rows);
+  add_trace(verdict, rows);
+  if (!is_look_first) add_check(verdict, rows);
+  if (verdict.origins.size() > 1) {
+    add_row(rows, "also",
+            count_text(verdict.origins.size() - 1, "other place") +
+                " with a fault of its own: nanlocator report --verbose; this one decides");
+  }
+  if (!run_dir.empty() && verdict.decision.kind != DecisionKind::none_needed)
+    add_plan(verdict, run_dir, rows);
+}
+
 std::string error_code_of(const Verdict& verdict) {
   if (verdict.status == VerdictStatus::clean) return "clean";
   const Origin* const origin = deciding_origin(verdict);
@@ -777,23 +801,7 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
     add_row(narrative.rows, "what", what_of(verdict, origin));
     if (origin != nullptr) add_row(narrative.rows, "cause", cause_of(verdict, *origin));
   }
-  add_row(narrative.rows, "state", state_of(verdict));
-  add_silent(verdict, narrative.rows);
-  const bool is_look_first = is_to_look_first(verdict);
-  if (is_look_first) add_check(verdict, narrative.rows);
-  add_checkpoint(verdict, narrative.rows);
-  add_limit(verdict, narrative.rows);
-  add_policy(verdict, narrative.rows);
-  add_skip(verdict, narrative.rows);
-  add_trace(verdict, narrative.rows);
-  if (!is_look_first) add_check(verdict, narrative.rows);
-  if (verdict.origins.size() > 1) {
-    add_row(narrative.rows, "also",
-            count_text(verdict.origins.size() - 1, "other place") +
-                " with a fault of its own: nanlocator report --verbose; this one decides");
-  }
-  if (!run_dir.empty() && decision.kind != DecisionKind::none_needed)
-    add_plan(verdict, run_dir, narrative.rows);
+  if (!deciding_step(verdict)) add_orders(verdict, run_dir, narrative.rows);
   Rows urgent;
   add_row(urgent, "kill", kill_of(verdict));
   add_aside(verdict, urgent);

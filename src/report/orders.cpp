@@ -82,11 +82,14 @@ bool has_finite_gradients(const Verdict& verdict) {
          verdict.status == VerdictStatus::located;
 }
 
+/// Does not match the line that prints it.
+constexpr std::string_view kWarningPattern = "'nanlocato[r] WARNING'";
+
 /// Counts the blocks of a job that goes on; "" if its log is not known.
 std::string count_command(const Verdict& verdict) {
   if (!verdict.launch || verdict.launch->log.empty()) return "";
-  return ", one WARNING each (grep -c 'nanlocator WARNING' " + shell_word(verdict.launch->log) +
-         ")";
+  return ", one WARNING each (grep -c " + std::string(kWarningPattern) + " " +
+         shell_word(verdict.launch->log) + ")";
 }
 
 std::string running_text(const Verdict& verdict) {
@@ -185,11 +188,10 @@ void add_again(const Verdict& verdict, Rows& rows) {
     add_row(rows, "if AGAIN",
             "at this batch: the script overrides the variable, so leave it down, page the model "
             "author; any other stop: follow its own message");
-    add_row(
-        rows, "limit",
-        "after 10 skipped steps in all, one WARNING each (grep -c 'nanlocator WARNING' in the new "
-        "job's log): end the job, page the " +
-            person_of(decision.ticket));
+    add_row(rows, "limit",
+            "after 10 skipped steps in all, one WARNING each (grep -c " +
+                std::string(kWarningPattern) + " in the new job's log): end the job, page the " +
+                person_of(decision.ticket));
     return;
   }
   add_row(rows, "if AGAIN",

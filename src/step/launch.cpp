@@ -77,6 +77,7 @@ struct SavedCheckpoint {
 std::mutex files_mutex;
 std::string loaded_path;
 SavedCheckpoint last_saved;
+std::string saved_without_step;  // the latest path
 
 /// Of a file, or of a file in the folder that is the checkpoint: checkpoint-900/model.pt.
 std::optional<SavedCheckpoint> checkpoint_of(const fs::path& path) {
@@ -115,6 +116,11 @@ SavedCheckpoint latest_saved() {
   return last_saved;
 }
 
+std::string latest_saved_without_step() {
+  const std::lock_guard lock(files_mutex);
+  return saved_without_step;
+}
+
 /// The first name below `folder` of what was loaded; "" if that lies elsewhere.
 std::string loaded_from(const fs::path& folder) {
   const std::lock_guard lock(files_mutex);
@@ -133,13 +139,17 @@ void note_loaded_checkpoint(std::string path) {
 void forget_saved_checkpoints() {
   const std::lock_guard lock(files_mutex);
   last_saved = {};
+  saved_without_step.clear();
 }
 
 void note_saved_checkpoint(std::string path, std::optional<std::int64_t> updates) {
   auto saved = checkpoint_of(path);
-  if (!saved) return;
-  saved->updates = updates;
   const std::lock_guard lock(files_mutex);
+  if (!saved) {
+    saved_without_step = std::move(path);
+    return;
+  }
+  saved->updates = updates;
   saved->offset = offset_of(*saved, last_saved);
   last_saved = *std::move(saved);
 }
@@ -233,6 +243,7 @@ Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t fir
     launch.log = std::move(own.log);
     launch.log_begin = own.log_begin;
     const SavedCheckpoint saved = latest_saved();
+    launch.saved = latest_saved_without_step();
     fs::path folder = checkpoint_dir.empty() ? saved.folder : checkpoint_dir;
     // In the first step nothing is lost by loading the same again, and it may hold the fault.
     if (folder.empty() && iteration <= first) folder = folder_of_loaded();

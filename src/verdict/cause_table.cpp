@@ -404,11 +404,31 @@ Owner owner_of(const Origin& origin, const CauseRow& row) {
   }
 }
 
+/// One element of many, in memory that whole operators write: a hit of the memory is as likely as
+/// code.
+bool is_single_element(const Origin& origin) {
+  constexpr std::int64_t kMany = 32;
+  if (!origin.tensor) return false;
+  std::int64_t elements = 1;
+  for (const std::int64_t size : origin.tensor->shape) elements *= size;
+  return elements >= kMany &&
+         origin.tensor->nan + origin.tensor->pos_inf + origin.tensor->neg_inf == 1;
+}
+
+/// Of what the program or an operator is known to have written last.
+bool may_be_hit(const Origin& origin) {
+  const bool is_kept = origin.cause == Cause::bad_buffer || origin.cause == Cause::bad_weight;
+  const bool has_writer = origin.cause == Cause::bad_buffer || is_made_earlier(origin) ||
+                          has<FactKind::written_by_program>(origin);
+  return is_kept && has_writer && is_single_element(origin);
+}
+
 /// The suspects of the cause that the facts leave open, and those that facts add.
 std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) {
   std::vector<Suspect> left = row.suspects;
   const auto drop = [&](auto... suspects) { (std::erase(left, suspects), ...); };
   if (was_changed_in_place(origin)) return {Suspect::last_update};
+  if (may_be_hit(origin) && is_made_earlier(origin)) return {Suspect::memory};
   if (origin.cause == Cause::bad_weight && is_made_earlier(origin)) return {};
   if (has<FactKind::written_by_program>(origin)) {
     return {Suspect::writer, Suspect::last_update, Suspect::memory};
@@ -444,7 +464,9 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   if (origin.cause == Cause::collective_sum && is_many_inf) return {};
   if (has_negative_moment(origin)) return {Suspect::memory, Suspect::checkpoint, Suspect::writer};
   if (origin.cause == Cause::bad_buffer && origin.detail != Detail::made_earlier) {
-    return {Suspect::checkpoint, Suspect::writer};
+    std::vector<Suspect> suspects = {Suspect::checkpoint, Suspect::writer};
+    if (may_be_hit(origin)) suspects.insert(suspects.begin(), Suspect::memory);
+    return suspects;
   }
   if (origin.detail == Detail::rewritten) left.push_back(Suspect::race);
   if (origin.cause == Cause::not_reproduced && has<FactKind::weights_gathered_unseen>(origin)) {
@@ -485,7 +507,7 @@ Confidence cause_confidence_of(const Origin& origin, const CauseRow& row) {
     return Confidence::medium;
   }
   if (origin.detail == Detail::custom_code) return Confidence::medium;
-  if (was_changed_in_place(origin)) return Confidence::low;
+  if (was_changed_in_place(origin) || may_be_hit(origin)) return Confidence::low;
   if (origin.detail == Detail::made_earlier) return Confidence::medium;
   if (origin.detail == Detail::rewritten || origin.detail == Detail::unrecorded) {
     return Confidence::low;

@@ -191,9 +191,13 @@ std::set<Device> devices_of(const Verdict& verdict, const std::vector<int>& rank
   return devices;
 }
 
+/// Another script has other lines, also in the same folder; so has one that was mended since.
 bool is_at_same_place(const Origin& a, const Origin& b) {
-  return a.cause == b.cause && a.phase == b.phase && a.module == b.module && a.op == b.op &&
-         a.parameter == b.parameter;
+  const bool are_lines_known = a.code && b.code;
+  const bool is_same_line =
+      !are_lines_known || (a.code->file == b.code->file && a.code->line == b.code->line);
+  return is_same_line && a.cause == b.cause && a.detail == b.detail && a.phase == b.phase &&
+         a.module == b.module && a.op == b.op && a.parameter == b.parameter;
 }
 
 Recurrence recurrence_in(const Verdict& verdict, const Origin& origin, const Verdict& earlier) {
@@ -204,7 +208,10 @@ Recurrence recurrence_in(const Verdict& verdict, const Origin& origin, const Ver
     const auto devices_before = devices_of(earlier, suspects_of(before));
     std::set<Device> common;
     std::ranges::set_intersection(devices, devices_before, std::inserter(common, common.end()));
-    if (may_be_machine && may_be_one_machine(before) && !common.empty()) {
+    const bool was_gone =  // in a re-run that could not tell a device from what code reads
+        before.cause == Cause::unknown &&
+        shows<FactKind::rerun_clean, FactKind::gone_in_rerun>(before);
+    if (may_be_machine && (may_be_one_machine(before) || was_gone) && !common.empty()) {
       return Recurrence::same_device;
     }
     if (is_at_same_place(origin, before)) found = Recurrence::same_place;

@@ -27,8 +27,8 @@ STEPS, EVERY, MOST_ATTEMPTS = 10, 2, 4
 NAN, INF = float("nan"), float("inf")
 # What the first decision may be, and how the drill must end. Two kinds of faults never go away by restarting.
 RIGHT = {
-    "transient": ({"RESTART_AS_IS"}, "trained"),
-    "one device": ({"RESTART_AS_IS", "EXCLUDE"}, "trained"),
+    "transient": ({"RESTART_AS_IS traced"}, "trained"),  # or something that the model's own code reads
+    "one device": ({"RESTART_AS_IS traced", "EXCLUDE"}, "trained"),
     "bad checkpoint": ({"OLDER_CHECKPOINT"}, "trained"),
     "bad batch": ({"SKIP_BATCH"}, "trained"),
     "optimizer": ({"OLDER_CHECKPOINT", "RESTART_AS_IS"}, "trained"),
@@ -165,14 +165,15 @@ def saved_steps(folder):
     return sorted(int(name[5:-3]) for name in os.listdir(folder) if name.startswith("step_"))
 
 
-def train(fault, folder, run, start, skipped):
+def train(fault, folder, run, start, skipped, *, is_traced=False):
     """From the checkpoint after ``start`` steps. Returns the verdict, or None at the end."""
     _executed[0] = 0
     model, optimizer = made(fault)
     state = torch.load(f"{folder}/step_{start}.pt", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    watch = nanlocator.watch(model, optimizer, output_dir=run)
+    level = "operators" if is_traced else "grads"
+    watch = nanlocator.watch(model, optimizer, output_dir=run, level=level)
     try:
         for step in range(start, STEPS):
             for block in model[:3]:
@@ -225,7 +226,7 @@ def drill(kind, seed):
         run = os.path.join(folder, "run")
         model, optimizer = made(fault)
         save(folder, 0, model, optimizer)
-        start, skipped = 0, set()
+        start, skipped, is_traced = 0, set(), False
         if kind == "bad checkpoint":
             train(fault, folder, os.path.join(folder, "before"), 0, skipped)
             start = fault.step // EVERY * EVERY
@@ -240,7 +241,7 @@ def drill(kind, seed):
             torch.save(state, path)
         for attempt in range(MOST_ATTEMPTS):
             fault.attempt = attempt
-            verdict = train(fault, folder, run, start, skipped)
+            verdict = train(fault, folder, run, start, skipped, is_traced=is_traced)
             if verdict is None:
                 outcome.end = "trained"
                 return outcome
@@ -251,6 +252,7 @@ def drill(kind, seed):
                 outcome.end = "down"
                 return outcome
             fault.is_excluded |= decision["kind"] == "EXCLUDE"
+            is_traced = decision["traced"]
             if decision["kind"] == "SKIP_BATCH":
                 skipped.add(start + verdict["iteration"] - 1)
             newest = decision["newest_step"]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 
 import nanlocator
@@ -61,8 +62,28 @@ def by_dcp(model, number):
     dcp.save({"model": model.state_dict()}, checkpoint_id=f"saved/step_{number}")
 
 
+def by_safetensors(model, number):
+    folder = Path("saved", f"checkpoint-{number}")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(model.state_dict(), folder / "model.safetensors")
+
+
+def test_a_name_without_a_step_is_told_as_it_is():
+    verdict = train(lambda model, number: torch.save(model.state_dict(), f"model_{number}.pt"))
+    assert f"its latest, by a name without a step, is {Path.cwd() / 'model_4.pt'}" in row(
+        verdict, "checkpoint"
+    )
+    assert verdict["launch"]["saved"] == str(Path.cwd() / "model_4.pt")
+
+
 @pytest.mark.parametrize(
-    ("save", "name"), [(by_torch, "model_step4.pt"), (by_folder, "checkpoint-4"), (by_dcp, "step_4")]
+    ("save", "name"),
+    [
+        (by_torch, "model_step4.pt"),
+        (by_folder, "checkpoint-4"),
+        (by_dcp, "step_4"),
+        (by_safetensors, "checkpoint-4"),
+    ],
 )
 def test_the_newest_that_it_saved_is_named(save, name):
     verdict = train(save)

@@ -132,6 +132,16 @@ TEST(Decision, AnotherFaultIsNoRecurrence) {
   EXPECT_EQ(decide(verdict_of(Cause::not_reproduced), {{earlier}}).recurrence, Recurrence::none);
 }
 
+TEST(Decision, TheSameCauseInAnotherLineIsNoRecurrence) {
+  Verdict earlier = verdict_of(Cause::bad_input);
+  Verdict now = earlier;
+  earlier.origins[0].code = CodeLine{"/work/linear.py", 9, "train", "model(x)"};
+  now.origins[0].code = CodeLine{"/work/convolution.py", 9, "train", "model(x)"};
+  EXPECT_EQ(decide(now, {{earlier}}).recurrence, Recurrence::none);
+  now.origins[0].code = earlier.origins[0].code;
+  EXPECT_EQ(decide(now, {{earlier}}).recurrence, Recurrence::same_place);
+}
+
 TEST(Decision, AKernelThatIsWrongOnOneDeviceLeavesItOutFirst) {
   const Verdict first = verdict_of(Cause::operator_bug);
   EXPECT_EQ(decide(first).kind, DecisionKind::exclude);

@@ -19,8 +19,8 @@ _MOST_MEMBERS = 64  # beside the weights
 
 
 class CheckpointFiles:
-    """Follows ``torch.load`` and ``torch.save``, and those of torch.distributed.checkpoint if the program has
-    imported it, until ``remove``.
+    """Follows ``torch.load`` and ``torch.save``, and those of torch.distributed.checkpoint and safetensors if
+    the program has imported them, until ``remove``.
 
     Args:
         updates: the number of the last step whose update is in the weights, where it is known.
@@ -34,6 +34,8 @@ class CheckpointFiles:
         self._patches = Patches(__name__)
         self._patches.wrap(points.TORCH_LOAD, self._load)
         self._patches.wrap(points.TORCH_SAVE, self._save)
+        if "safetensors.torch" in sys.modules:
+            self._patches.wrap(points.SAFETENSORS_SAVE, self._save_safetensors)
         if "torch.distributed.checkpoint" in sys.modules:
             self._patches.wrap(points.DISTRIBUTED_LOAD, self._load_distributed)
             self._patches.wrap(points.DISTRIBUTED_SAVE, self._save_distributed)
@@ -54,6 +56,16 @@ class CheckpointFiles:
         with contextlib.suppress(Exception):
             if _holds_weights(args[0] if args else kwargs.get("obj"), self._names()):
                 _note_saved(args[1] if len(args) > 1 else kwargs.get("f"), updates)
+        return saved
+
+    def _save_safetensors(self, original: Any, tensors: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+        updates = self._updates()
+        saved = original(tensors, file, *args, **kwargs)
+        with contextlib.suppress(Exception):
+            names = self._names()
+            last = {name.rpartition(".")[2] for name in names}
+            if any(_ends_with(key, names, last) for key in tensors):
+                _note_saved(file, updates)
         return saved
 
     def _load_distributed(self, original: Any, reader: Any, *args: Any, **kwargs: Any) -> Any:

@@ -418,6 +418,12 @@ MODULE_LOAD = _row(
 )
 TORCH_LOAD = _row("torch", "load", "engine.checkpoint_files", "which checkpoint a script has loaded")
 TORCH_SAVE = _row("torch", "save", "engine.checkpoint_files", "where a script saves its checkpoints")
+SAFETENSORS_SAVE = _row(  # other modules have bound its `save_file`
+    "safetensors.torch",
+    "serialize_file",
+    "engine.checkpoint_files",
+    "where a script saves its checkpoints as safetensors",
+)
 DISTRIBUTED_LOAD = _row(
     "torch.distributed.checkpoint.filesystem:FileSystemReader",
     "read_data",

@@ -3,9 +3,11 @@
 // of a call that the trace could not follow, from a source before it.
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -82,11 +84,33 @@ class Refinement {
       origins.push_back(std::move(origin));
     }
     std::ranges::move(left, std::back_inserter(origins));
+    clear_devices(origins);
     std::ranges::stable_sort(origins, {}, &Origin::phase);
     return origins;
   }
 
  private:
+  /// Replicas that were bad at once, each by itself and at the same place, share code and no
+  /// device.
+  void clear_devices(std::vector<Origin>& origins) const {
+    const auto place_of = [](const Origin& each) {
+      return std::tuple(each.phase, each.module, each.op, each.parameter);
+    };
+    const auto is_gone = [](const Origin& each) {
+      return each.cause == Cause::not_reproduced && !each.candidates.empty();
+    };
+    std::map<decltype(place_of(origins.front())), std::set<int>> replicas_at;
+    for (const Origin& each : origins) {
+      const auto replicas = replicas_of(each.candidates);
+      if (is_gone(each) && replicas.size() == 1) {
+        replicas_at[place_of(each)].insert(*replicas.begin());
+      }
+    }
+    for (Origin& each : origins) {
+      if (is_gone(each) && replicas_at[place_of(each)].size() > 1) each.cause = Cause::unknown;
+    }
+  }
+
   std::set<int> replicas_of(const std::vector<int>& ranks) const {
     std::set<int> replicas;
     for (const int rank : ranks) {
