@@ -3,6 +3,7 @@
     tools/bench overhead [--hidden 256] [--sequence 128] [--ranks 2] [--tp 2] [--rounds 30] [--json]
     tools/bench overhead --integration pytorch [--batch 4] [--starts 10]
     tools/bench overhead --integration fsdp2|zero2|pipelining [--ranks 2] [--starts 10] [--clock cpu]
+    tools/bench overhead --integration small [--rounds 25] [--steps 100]
     tools/bench overhead --instructions [--integration pytorch] [--against OTHER_BUILD/python]
 
 All variants take turns in the same processes, on the same model. Megatron-Core: no tool, nanlocator with
@@ -12,6 +13,9 @@ DebugUnderflowOverflow, torch's anomaly mode. The same GPT-2 in shards (fully_sh
 in a pipeline (torch.distributed.pipelining): no tool, nanlocator's defaults. A step is zero_grad, forward,
 backward and optimizer.step; the figures are medians over rounds of this round's variant over this round's
 bare step, with a 95 % interval; with --starts, medians over process starts of each start's median.
+
+small: processor time of MLPs with 2 to 128 parameters with and without nanlocator.watch, and what it adds: a
+constant, and a part for each parameter.
 
 With --instructions: the instructions of a step without nanlocator and with its defaults, for each
 integration, counted by callgrind; and the same with another build of nanlocator.
@@ -28,6 +32,7 @@ from typing import Any
 import instructions
 import overhead_pytorch
 import overhead_sharded
+import overhead_small
 import torchrun
 import turns
 
@@ -125,7 +130,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--integration",
-        choices=(*instructions.INTEGRATIONS, *overhead_sharded.INTEGRATIONS),
+        choices=(*instructions.INTEGRATIONS, *overhead_sharded.INTEGRATIONS, "small"),
         help="default: megatron; with --instructions all that can. transformers is the Trainer, "
         "watch a plain loop under nanlocator.watch",
     )
@@ -157,19 +162,24 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=_count, default=12)
     parser.add_argument("--starts", type=_count, default=1, help="of the processes, each with all rounds")
-    parser.add_argument("--steps", type=_count, default=3, help="steps of each variant in a round")
+    parser.add_argument("--steps", type=_count, help="of each variant in a round; default 3, of small 100")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.steps is None:
+        arguments.steps = 100 if arguments.integration == "small" else 3
     if arguments.directory:
         workers = dict.fromkeys(overhead_sharded.INTEGRATIONS, overhead_sharded.work)
         workers |= {"pytorch": overhead_pytorch.work}
         workers.get(arguments.integration, work)(arguments)
         return
-    if arguments.instructions and arguments.integration in overhead_sharded.INTEGRATIONS:
+    if arguments.instructions and arguments.integration in (*overhead_sharded.INTEGRATIONS, "small"):
         parser.error(f"--instructions does not count {arguments.integration}")
     if arguments.instructions:
         instructions.main(arguments)
+        return
+    if arguments.integration == "small":
+        overhead_small.main(arguments)
         return
     if arguments.against or arguments.integration in ("watch", "transformers"):
         parser.error("--against and --integration watch and transformers need --instructions")
