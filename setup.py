@@ -91,7 +91,7 @@ setup(
         exclude=[f"nanlocator.{room.lower()}*" for room in left_out],
     ),
     package_dir={"": "integrations"},
-    py_modules=["nanlocator_autoload", "nanlocator_after_import"],
+    py_modules=["nanlocator_autoload", "nanlocator_after_import", "nanlocator_pytest"],
     package_data={"nanlocator": ["py.typed", "*.pyi", "calls/kernel_signatures.txt"]},
     ext_modules=[Extension("nanlocator._C", sources=[])],  # makes the wheel platform-specific
     distclass=Project,

@@ -62,6 +62,8 @@ void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
       .def("scan_gradients", without_gil<&StepDriver::scan_gradients>())
       .def("forget_gradients", &StepDriver::forget_gradients)
       .def("note_left_gradients", &StepDriver::note_left_gradients)
+      .def("number_steps", &StepDriver::number_steps, "next"_a, "is_held"_a)
+      .def_property_readonly("step_number", &StepDriver::step_number)
       .def("note_unrecorded_beginning", &StepDriver::note_unrecorded_beginning)
       .def("set_discarded", &StepDriver::set_discarded, "is_discarded"_a)
       .def(

@@ -163,13 +163,14 @@ class PythonPass final : public StepPass {
   explicit PythonPass(py::object step_pass) : pass_(std::move(step_pass)) {}
 
   std::vector<NamedTensor> run() override {
-    return named_tensors(pass_.call<NamedPairs>("run_again"));
+    return named_tensors(pass_.call<NamedPairs>("run_unblocked"));
   }
   void clear_gradients() override { pass_.call<void>("clear_gradients"); }
   std::vector<std::string> changed_data() override {
     return pass_.call<std::vector<std::string>>("changed_data");
   }
   bool leaves_out_reduction() override { return pass_.call<bool>("leaves_out_reduction"); }
+  std::string unseen_reads() override { return pass_.call<std::string>("unseen_reads"); }
   bool repeats_compiled_code() override { return pass_.call<bool>("repeats_compiled_code"); }
   std::optional<std::string> obstacle() override {
     return pass_.call<std::optional<std::string>>("obstacle");

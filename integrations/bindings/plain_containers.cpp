@@ -90,7 +90,8 @@ std::optional<std::vector<PyObject*>> plain_tensors(const py::handle& object) {
 void bind_plain_containers(py::module_& m) {
   m.def(
       "gradients_of",
-      [](const py::list& parameters) {
+      [](const py::object& given) {
+        const py::list parameters(given);  // the list itself
         py::list numbers, gradients;
         for (std::size_t i = 0; i < parameters.size(); ++i) {
           PyObject* const parameter = parameters[i].ptr();
@@ -105,12 +106,12 @@ void bind_plain_containers(py::module_& m) {
       "parameters"_a, "The numbers of those that have a gradient, and the gradients.");
   m.def(
       "plain_tensors",
-      [](const py::object& object) -> std::optional<py::list> {
+      [](const py::object& object) -> py::object {
         const auto tensors = plain_tensors(object);
-        if (!tensors) return std::nullopt;
+        if (!tensors) return py::none();
         py::list list(tensors->size());
         for (std::size_t i = 0; i < tensors->size(); ++i) list[i] = py::handle((*tensors)[i]);
-        return list;
+        return std::move(list);
       },
       "object"_a,
       "The tensors in nested tuples, lists and dictionaries that hold nothing but tensors and "

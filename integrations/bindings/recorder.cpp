@@ -101,6 +101,12 @@ void bind_recorder(py::module_& m) {
       .def("changed_gradients", &StepRecorder::changed_gradients)
       .def("zeroed_gradients", &StepRecorder::zeroed_gradients)
       .def("assigned_gradients", &StepRecorder::assigned_gradients)
+      .def(
+          "note_restored",
+          [](StepRecorder& r, const std::vector<at::Tensor>& parameters) {
+            r.note_restored(parameters);
+          },
+          "parameters"_a)
       .def("has_checked_gradients", &StepRecorder::has_checked_gradients)
       .def("has_reduced_gradients", &StepRecorder::has_reduced_gradients)
       .def("note_weights", &StepRecorder::note_weights)

@@ -1,13 +1,17 @@
 """nanlocator: where was this NaN born?
 
-    import nanlocator
-    optimizer = nanlocator.LocatingOptimizer(optimizer, model)   # plain PyTorch
-    import nanlocator.megatron
-    locator = nanlocator.megatron.install(model_chunks, optimizer)  # Megatron-Core
+    python -m nanlocator train.py ARGS...                          # a script that is not edited
 
-See README.md for both, docs/ for everything else.
+    nanlocator.watch(model, optimizer)                             # one line before a PyTorch loop
+    nanlocator.transformers.NanLocatorCallback()                   # a callback of transformers' Trainer
+    nanlocator.megatron.install(model_chunks, optimizer)           # Megatron-Core
+    nanlocator.deepspeed.install(engine)                           # DeepSpeed
+
+`help(nanlocator.watch)` has the options' place; README.md and docs/ have everything else.
 """
 
+import importlib as _importlib
+import os as _os
 import sys as _sys
 
 from nanlocator.calls.import_path import leave_out_current_folder as _leave_out_current_folder
@@ -46,10 +50,24 @@ from nanlocator._C import (
 from nanlocator.check_checkpoint import check_checkpoint
 from nanlocator.detect import detect
 from nanlocator.engine.errors import NonFiniteGradientError
+from nanlocator.engine.verdict import Verdict
+from nanlocator.loops.guard import guard
 from nanlocator.loops.optimizer import LocatingOptimizer
 from nanlocator.loops.watch import Watch, watch
 
 __version__ = _build_info.VERSION
+
+if (
+    _os.environ.get("NANLOCATOR", "0") not in ("", "0")
+    and "nanlocator_autoload" not in _sys.modules
+    and "nanlocator" not in _sys.orig_argv
+):
+    print(
+        "nanlocator: NANLOCATOR is set, but has no effect in this Python: its site-packages hold no "
+        "nanlocator.pth, which pip installs. Start the script with python -m nanlocator instead",
+        file=_sys.stderr,
+        flush=True,
+    )
 
 __all__ = [
     "AgreementError",
@@ -61,18 +79,22 @@ __all__ = [
     "RankCoordinates",
     "UnsupportedError",
     "UsageError",
+    "Verdict",
     "Watch",
     "check_checkpoint",
     "detect",
+    "guard",
     "watch",
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name == "replay":  # also a command: python -m imports it under another name
-        import nanlocator.replay as module
+# `replay` is also a command: python -m imports it under another name.
+_ON_DEMAND = frozenset({"replay", "megatron", "deepspeed", "transformers", "debugger"})
 
-        return module
+
+def __getattr__(name: str) -> object:
+    if name in _ON_DEMAND:
+        return _importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -30,7 +30,7 @@ from nanlocator.engine.connection import meet
 from nanlocator.engine.driver import Driver
 from nanlocator.engine.endings import first_line
 from nanlocator.engine.options import resolve_options
-from nanlocator.engine.this_rank import is_distributed, log
+from nanlocator.engine.this_rank import is_distributed, log, log_once
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
 from nanlocator.loops.optimizer import LocatingOptimizer
@@ -159,7 +159,9 @@ class Attachment:
                 if is_attached and self.watch is not None:
                     if has_gradients:
                         self.watch.take_earlier_gradients()
-                    return self.watch.step(optimizer, functools.partial(original, optimizer), *args, **kwargs)
+                    return self.watch.around_step(
+                        optimizer, functools.partial(original, optimizer), *args, **kwargs
+                    )
             return original(optimizer, *args, **kwargs)
 
         with contextlib.suppress(Exception):  # a class may refuse to set it
@@ -222,10 +224,10 @@ class Attachment:
         names = ", ".join(type(each).__name__ for each in optimizers)
         trained = differentiated or trained
         missing = len(trained - held_parameters(models.values()))
-        log(
+        log_once(
             f"attached to {names} and {', '.join(map(class_name, models.values()))} "
-            f"({len(trained)} parameters{f', {missing} of them without a name' if missing else ''}); "
-            f"findings go to {self.watch.run_dir}"
+            f"({len(trained)} parameters{f', {missing} of them without a name' if missing else ''})"
+            f"{_on_ranks()}; findings go to {self.watch.run_dir}"
         )
         return True
 
@@ -276,6 +278,10 @@ class Attachment:
             else "no optimizer was created"
         )
         log(f"attached to nothing: {what}")
+
+
+def _on_ranks() -> str:
+    return f" on {torch.distributed.get_world_size()} ranks" if is_distributed() else ""
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

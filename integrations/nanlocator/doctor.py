@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import site
 import sys
 import tempfile
 import time
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "build": build(problems),
             "gpus": gpus(problems),
             "points": points_here(problems),
+            "hook": hook(),
             **report,
             "run_directory": run_directory(problems),
             "self_test": self_test(problems),
@@ -94,6 +96,13 @@ def gpus(problems: list[dict[str, str]]) -> list[str]:
     except RuntimeError as error:
         problems.append({"problem": f"the GPUs cannot be used: {error}", "do": "check nvidia-smi"})
         return []
+
+
+def hook() -> str | None:
+    """The file that makes NANLOCATOR=1 attach to a script that is not edited; None: it has no effect."""
+    folders = [*site.getsitepackages(), site.getusersitepackages()]
+    files = (Path(folder, "nanlocator.pth") for folder in folders)
+    return next((str(file) for file in files if file.is_file()), None)
 
 
 def points_here(problems: list[dict[str, str]]) -> list[dict[str, Any]]:
@@ -287,6 +296,7 @@ def text_of(report: dict[str, Any], *, verbose: bool) -> str:
             lines.append(f"{'':14}{each['state']:<22} {each['place']}")
         if each["state"] == points.State.LOST.value:
             lines.append(f"{'':16}not seen: {each['lost']}")
+    row("NANLOCATOR=1", report.get("hook") or "no effect: nanlocator.pth, which pip installs, is missing")
     if script := report.get("script"):
         row("script", f"{script['path']}: {script['attaches']} ({script['why']})")
         if script["start"]:

@@ -171,6 +171,15 @@ void RecordedParameters::note_backward() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) written_.push_back(gradient_now(i));
 }
 
+void RecordedParameters::note_restored(std::span<const at::Tensor> parameters) {
+  are_new_ = true;
+  for (std::size_t i = 0; i < written_.size(); ++i) {
+    const bool is_restored = std::ranges::any_of(
+        parameters, [&](const at::Tensor& each) { return each.is_same(parameters_[i]); });
+    if (is_restored) written_[i] = gradient_now(i);
+  }
+}
+
 void RecordedParameters::note_write(const at::Tensor& tensor) {
   if (written_.size() != parameters_.size()) return;
   if (const auto parameter = index_of(tensor)) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -56,6 +57,8 @@ class RecordedParameters {
 
   /// A backward may have written to all of them.
   void note_backward();
+  /// The gradients of these parameters are again what was written last.
+  void note_restored(std::span<const at::Tensor> parameters);
   /// A recorded event may have written to `tensor`; nothing happens if it is no gradient.
   void note_write(const at::Tensor& tensor);
   /// An operator has filled `tensor` with zeros.

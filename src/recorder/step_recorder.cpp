@@ -428,6 +428,10 @@ std::vector<at::Tensor> StepRecorder::zeroed_gradients() const {
   return impl_->parameters.zeroed_gradients();
 }
 
+void StepRecorder::note_restored(std::span<const at::Tensor> parameters) {
+  impl_->parameters.note_restored(parameters);
+}
+
 std::vector<std::pair<at::Tensor, RecordedValue>> StepRecorder::assigned_gradients() {
   std::vector<std::pair<at::Tensor, RecordedValue>> assigned;
   for (const at::Tensor& parameter : impl_->parameters.all()) {
@@ -447,13 +451,14 @@ bool StepRecorder::has_reduced_gradients() const noexcept {
   return impl_->has_reduced_gradients;
 }
 
+// The callback is this thread's. A program that trains on another one is not recorded.
 void StepRecorder::pause() noexcept {
-  if (impl_->paused++ > 0) return;
+  if (recorder_of_this_thread != impl_.get() || impl_->paused++ > 0) return;
   at::removeCallback(impl_->callback);
 }
 
 void StepRecorder::resume() {
-  if (--impl_->paused > 0) return;
+  if (recorder_of_this_thread != impl_.get() || --impl_->paused > 0) return;
   impl_->callback = at::addThreadLocalCallback(at::RecordFunctionCallback(&when_begun, &when_ended)
                                                    .needsInputs(true)
                                                    .needsOutputs(true)

@@ -426,7 +426,9 @@ const Verdict& GradientLocator::conclude() {
     }
     return impl.count_finding(note);
   }
-  if (impl.options.on_bad != Policy::stop && impl.incidents > impl.options.max_incidents) {
+  const bool goes_on = impl.options.on_bad != Policy::stop || impl.is_discarded;
+  if (goes_on && impl.incidents > impl.options.max_incidents) {
+    impl.tell_of_counted();
     return impl.count_finding(
         "Finding " + std::to_string(impl.incidents) + " of this run: past max_incidents (" +
         std::to_string(impl.options.max_incidents) + ") findings are counted, not located.");
@@ -439,6 +441,19 @@ const Verdict& GradientLocator::conclude() {
     impl.has_told_of_consequences = false;
   }
   return impl.verdicts.back();
+}
+
+/// What goes on without its update is told each time, for whoever counts the lines.
+void GradientLocator::Impl::tell_of_counted() const {
+  const bool is_first = incidents == options.max_incidents + 1;
+  const bool is_left_out = options.on_bad == Policy::skip || options.on_bad == Policy::recover;
+  if (rank() != 0 || (!is_left_out && !is_first)) return;
+  std::cerr << "nanlocator WARNING step " + std::to_string(iteration) + ": finding " +
+                   std::to_string(incidents) +
+                   " of this run (on_bad=" + std::string(name_of(options.on_bad)) +
+                   "); after the first " + std::to_string(options.max_incidents) +
+                   " they are counted, not located (max_incidents)\n"
+            << std::flush;
 }
 
 const Verdict& GradientLocator::Impl::count_finding(std::string note) {

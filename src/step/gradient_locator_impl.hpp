@@ -190,6 +190,7 @@ struct GradientLocator::Impl {
                          const std::vector<UnwrittenBundle>& unwritten) const;
   void take_unwritten(const std::string& key) const;
   void conclude_finding();
+  void tell_of_counted() const;
   const Verdict& count_finding(std::string note);
   void tell_program() const;
   [[noreturn]] void conclude_for_training(GradientLocator& locator, const std::string& why);

@@ -480,6 +480,21 @@ bool run_all(std::span<const Experiment> experiments, RerunPasses& passes, Evide
 
 }  // namespace
 
+/// One gradient of this rank was bad, or none, and the re-run gave each other bit again: code that
+/// had read something else would have changed more.
+static bool differ_in_one(const std::vector<GradientScanner::Scanned>& first,
+                          const std::vector<GradientScanner::Scanned>& again) {
+  constexpr std::size_t kLeast = 3;
+  if (first.size() != again.size() || first.size() < kLeast) return false;
+  std::size_t bad = 0;
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    if (first[i].parameter != again[i].parameter) return false;
+    bad += first[i].is_finite ? 0 : 1;
+    if (first[i].is_finite && first[i].fingerprint != again[i].fingerprint) return false;
+  }
+  return bad <= 1;
+}
+
 bool run_experiments(RerunPasses& passes, RerunEvidence& evidence) {
   const bool is_known = run_all(kReproducing, passes, evidence);
   const TracedPass& explaining = evidence.explaining;
@@ -492,7 +507,14 @@ bool run_experiments(RerunPasses& passes, RerunEvidence& evidence) {
   findings.concurrent = explaining.concurrent;
   if (!is_known) return false;
   findings.reproduced = evidence.is_bad_again || evidence.is_memory_unwritten;
-  return run_all(kExplaining, passes, evidence);
+  const bool is_complete = run_all(kExplaining, passes, evidence);
+  const bool is_same_program = differ_in_one(passes.first_pass, explaining.pass.scanned);
+  if (!*findings.reproduced && !is_same_program) {
+    if (auto unseen = passes.step->unseen_reads(); !unseen.empty()) {
+      findings.not_restored.push_back(std::move(unseen));
+    }
+  }
+  return is_complete;
 }
 
 }  // namespace nanlocator::inline step_room

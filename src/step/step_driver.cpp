@@ -64,9 +64,11 @@ struct StepDriver::Impl {
   bool is_closed = false;
   bool is_on_device = false;  // the parameters are
   bool has_told_of_graph = false;
-  std::int64_t completed = 0;     // number of steps
-  bool began_unrecorded = false;  // this step
-  bool has_had_pass = false;      // in any step
+  std::int64_t next_number = 1;      // of the next step
+  bool is_number_held = false;       // the program itself numbers each step
+  bool has_number_for_next = false;  // it has numbered the step after this one
+  bool began_unrecorded = false;     // this step
+  bool has_had_pass = false;         // in any step
   const Verdict* verdict = nullptr;
   std::size_t reported = 0;              // number of verdicts passed to the framework
   std::optional<std::int64_t> bad_step;  // the latest that made its bad gradients itself
@@ -152,7 +154,8 @@ struct StepDriver::Impl {
   void open(std::optional<std::int64_t> iteration) {
     if (step.is_open) return;
     if (iteration) step.iteration = iteration;
-    locator.begin_step(step.iteration.value_or(completed + 1));
+    has_number_for_next = false;
+    locator.begin_step(step.iteration.value_or(next_number));
     step.is_open = true;
     if (options().check_params) {
       locator.scan(Phase::params_before, kWeights, "weight", framework->weights());
@@ -258,7 +261,7 @@ struct StepDriver::Impl {
     } else if (can == CanRerun::yes || framework->can_trace_later_steps()) {
       locator.now_in(Activity::rerun);
       is_clean_now = rerun.rerun_or_trace({can, can == CanRerun::yes ? step.pass : nullptr, why_not,
-                                           std::move(results), boundaries});
+                                           std::move(results), boundaries, step.losses});
     }
     report(&locator.conclude());
     return decide(are_gradients, is_clean_now);
@@ -279,7 +282,7 @@ struct StepDriver::Impl {
         break;
     }
     end();
-    ++completed;
+    count();
     return Decision::stop;
   }
 
@@ -377,6 +380,10 @@ struct StepDriver::Impl {
   }
 
   // --- the end ---
+
+  void count() {
+    if (!is_number_held && !has_number_for_next) ++next_number;
+  }
 
   void end() {
     if (step.is_update_running) rerun.end_update();
@@ -506,6 +513,19 @@ void StepDriver::forget_gradients() noexcept {
   impl.step.is_scanned = impl.step.is_agreed = false;
 }
 
+void StepDriver::number_steps(std::int64_t next, bool is_held) {
+  if (next < 0) {
+    throw UsageError("a step's number is 0 or more, not " + std::to_string(next));
+  }
+  impl_->next_number = next;
+  impl_->is_number_held = is_held;
+  impl_->has_number_for_next = true;
+}
+
+std::int64_t StepDriver::step_number() const noexcept {
+  return impl_->step.is_open ? impl_->locator.iteration() : impl_->next_number;
+}
+
 void StepDriver::note_unrecorded_beginning() {
   impl_->began_unrecorded = true;
 }
@@ -611,8 +631,9 @@ Decision StepDriver::end_step() {
   const auto decision = scans_weights ? impl.scan_updated_weights() : impl.step.decision;
   if (decision == Decision::stop) return decision;
   impl.writes_after_bad_update = impl.writes_to_weights();
+  if (!impl.step.is_judged) impl.bad_step.reset();  // no gradient of it was left
   impl.end();
-  ++impl.completed;
+  impl.count();
   return decision;
 }
 

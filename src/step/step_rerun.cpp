@@ -144,6 +144,15 @@ bool StepRerun::run_again() {
   return is_clean_now;
 }
 
+static std::vector<NamedTensor> named_losses(std::span<const LossView> losses) {
+  std::vector<NamedTensor> named;
+  for (std::size_t i = 0; i < losses.size(); ++i) {
+    const std::string number = losses.size() == 1 ? "" : "[" + std::to_string(i) + "]";
+    named.push_back({"loss" + number, losses[i].tensor});
+  }
+  return named;
+}
+
 bool StepRerun::rerun_or_trace(BadStep bad) {
   auto& impl = *impl_;
   const auto& options = impl.locator.options();
@@ -151,7 +160,8 @@ bool StepRerun::rerun_or_trace(BadStep bad) {
   if (is_past_limit && options.on_bad != Policy::recover) return false;
   if (options.rerun != RerunPolicy::never && bad.can_rerun == CanRerun::yes) {
     if (impl.passes.standing) {
-      impl.of_first_pass = impl.passes.standing->explain({}, impl.passes.named(bad.results));
+      impl.of_first_pass =
+          impl.passes.standing->explain(named_losses(bad.losses), impl.passes.named(bad.results));
     }
     bad.results.clear();  // frees the first pass's gradients before the second pass
     impl.passes.step = std::move(bad.pass);
@@ -177,7 +187,8 @@ bool StepRerun::rerun_or_trace(BadStep bad) {
     return false;
   }
   if (impl.passes.standing) {
-    impl.keep(impl.passes.standing->explain({}, impl.passes.named(bad.results)));
+    impl.keep(
+        impl.passes.standing->explain(named_losses(bad.losses), impl.passes.named(bad.results)));
     if (options.level != Level::operators) impl.passes.stop_tracing();
     return false;
   }
@@ -210,12 +221,7 @@ bool StepRerun::is_tracing() const noexcept {
 void StepRerun::explain(std::span<const LossView> losses,
                         const std::vector<GradientView>& results) {
   if (!is_tracing()) return;
-  std::vector<NamedTensor> named;
-  for (std::size_t i = 0; i < losses.size(); ++i) {
-    const std::string number = losses.size() == 1 ? "" : "[" + std::to_string(i) + "]";
-    named.push_back({"loss" + number, losses[i].tensor});
-  }
-  impl_->keep(impl_->passes.standing->explain(named, impl_->passes.named(results)));
+  impl_->keep(impl_->passes.standing->explain(named_losses(losses), impl_->passes.named(results)));
 }
 
 void StepRerun::begin_pass() {

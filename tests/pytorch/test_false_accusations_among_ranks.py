@@ -183,3 +183,44 @@ def test_weights_of_one_name_that_differ_are_no_copies():
         kinds = [fact["kind"] for fact in origin["facts"]]
         assert "copies_clean" not in kinds and "no_copy_elsewhere" in kinds
         assert verdict["decision"]["hosts"] == []
+
+
+class Slots:
+    __slots__ = ("divisor",)
+
+
+class Scheduled(nn.Module):
+    """Divides by what the loop lowers after each backward, where nobody can compare it."""
+
+    def __init__(self, schedule):
+        super().__init__()
+        self.linear, self.schedule = nn.Linear(4, 1), [[schedule]]
+
+    def forward(self, x):
+        return self.linear(x) / self.schedule[0][0].divisor
+
+
+def train_by_a_schedule(rank, world_size):
+    torch.manual_seed(0)
+    schedule = Slots()
+    schedule.divisor = 1.0
+    model = DistributedDataParallel(Scheduled(schedule))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = nanlocator.watch(model, optimizer)
+    try:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 4)).square().mean().backward()
+            schedule.divisor -= 1.0
+            optimizer.step()
+    except nanlocator.NonFiniteGradientError:
+        return watch.verdicts[0]
+    finally:
+        watch.remove()
+
+
+def test_replicas_that_are_bad_at_once_at_the_same_place_accuse_no_machine():
+    for verdict in run_kept_ranks(2, train_by_a_schedule):
+        assert verdict["iteration"] == 2 and verdict["rerun"]["reproduced"] is False
+        assert {origin["cause"] for origin in verdict["origins"]} == {"unknown"}
+        assert not verdict["decision"]["hosts"] and verdict["decision"]["traced"]

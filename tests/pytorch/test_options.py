@@ -135,7 +135,7 @@ def test_a_value_means_the_same_as_an_argument_and_in_a_variable(name, value, ex
         ("gather_deadline", 0),
         ("gather_deadline", "nan"),
         ("max_incidents", -1),
-        ("bundle_bytes", "1 GiB"),
+        ("bundle_bytes", "1 GiX"),
         ("level", "all"),
         ("on_bad", "explode"),
     ],
@@ -143,6 +143,30 @@ def test_a_value_means_the_same_as_an_argument_and_in_a_variable(name, value, ex
 def test_a_value_that_cannot_be_read_is_wrong_use(name, value):
     with pytest.raises(nanlocator.UsageError, match=name):
         resolve_options({name: value}, "watch")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("512", 512), ("1 GiB", 1 << 30), ("64MiB", 64 << 20), ("4k", 4096)]
+)
+def test_a_number_of_bytes_may_have_a_unit(text, count, monkeypatch):
+    monkeypatch.setenv("NANLOCATOR_BUNDLE_BYTES", text)
+    assert resolve_options({}, "watch").bundle_bytes == count
+
+
+def test_the_variable_of_an_unknown_choice_is_named(monkeypatch):
+    monkeypatch.setenv("NANLOCATOR_LEVEL", "module")
+    with pytest.raises(nanlocator.UsageError, match=r"^NANLOCATOR_LEVEL: level is 'module'; expected one of"):
+        resolve_options({}, "watch")
+
+
+def test_a_misspelt_variable_is_reported_once(monkeypatch, capsys):
+    options._warn_of_unknown_variables.cache_clear()
+    monkeypatch.setenv("NANLOCATOR_LEVLE", "modules")
+    resolve_options({}, "watch")
+    resolve_options({}, "watch")
+    assert capsys.readouterr().err == (
+        "nanlocator: NANLOCATOR_LEVLE is no variable of nanlocator's: NANLOCATOR_LEVEL?\n"
+    )
 
 
 # ---- names of options elsewhere -----------------------------------------------------------------

@@ -77,7 +77,7 @@ def torchrun(*command):
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize(
     ("script", "attached"),
-    [(LEARNER, 0), (PROBE, 2), (JOINED, 0)],
+    [(LEARNER, 0), (PROBE, 1), (JOINED, 0)],
     ids=["a learner", "a probe on one rank", "join"],
 )
 def test_a_healthy_job_is_not_stopped(script, attached):

@@ -354,9 +354,6 @@ def test_what_cannot_be_watched_is_refused():
         nanlocator.watch(model, "adam")
     with pytest.raises(nanlocator.UsageError, match="does its own scans"):
         nanlocator.watch(model, LocatingOptimizer(optimizer, model))
-    nanlocator.watch(model, optimizer)
-    with pytest.raises(nanlocator.UsageError, match="pass all models"):
-        nanlocator.watch(model, optimizer)
 
 
 @pytest.mark.host

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 torch.manual_seed(0)
-BAD = 5 if "bad" in sys.argv else 0
+BAD = 5 if "bad" in sys.argv or "twice" in sys.argv else 0
+FIRST = 3 if "twice" in sys.argv else BAD
 
 class Model(nn.Module):
     def __init__(self):
@@ -24,7 +25,7 @@ class Model(nn.Module):
         nn.init.constant_(self.body.bias, 2.0)
 
     def forward(self, x, step):
-        hidden = self.body(x).relu() * (step != BAD)
+        hidden = self.body(x).relu() * (step not in (FIRST, BAD))
         return self.head(hidden / hidden.norm(dim=-1, keepdim=True))
 
 def loss_of(model, step):
@@ -204,30 +205,89 @@ def test_a_healthy_loop_is_left_as_it_is(way):
     assert not list(Path().glob("nanlocator_run/*/verdict.json"))
 
 
+COUNTING = """
+seen = []
+
+class Counting(Model):
+    def forward(self, x, step):
+        self.calls = getattr(self, "calls", 0) + 1
+        seen.append(step)
+        return super().forward(x, step)
+
+model = Counting()
+optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+"""
 DISCARDED = {
     "bad losses skipped": SKIPPING.format(zero="optimizer.zero_grad()"),
     "bad losses skipped, gradients dropped": SKIPPING.format(
         zero="for p in model.parameters(): p.grad = None"
     ),
-    "bad gradients skipped": """
-model = Model()
-optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    "bad gradients skipped": COUNTING
+    + """
 for step in range(1, 8):
     loss_of(model, step).backward()
     if all(p.grad.isfinite().all() for p in model.parameters()):
         optimizer.step()
     optimizer.zero_grad()
-print([float(p.sum()) for p in model.parameters()])
+print([float(p.sum()) for p in model.parameters()], model.calls, seen)
+""",
+    "bad norms skipped": COUNTING
+    + """
+for step in range(1, 8):
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    print(norm.item())
+    if norm.isfinite():
+        optimizer.step()
+print([float(p.sum()) for p in model.parameters()], model.calls, seen)
+""",
+    "bad norms skipped, zeroed after the next forward": COUNTING
+    + """
+for step in range(1, 8):
+    loss = loss_of(model, step)
+    optimizer.zero_grad()
+    loss.backward()
+    if torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).isfinite():
+        optimizer.step()
+print([float(p.sum()) for p in model.parameters()], model.calls, seen)
+""",
+    "bad norms skipped, gradients dropped by hand": COUNTING
+    + """
+for step in range(1, 8):
+    loss_of(model, step).backward()
+    if torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).isfinite():
+        optimizer.step()
+    for p in model.parameters():
+        p.grad = None
+print([float(p.sum()) for p in model.parameters()], model.calls, seen)
+""",
+    "bad gradients mended after the clip": COUNTING
+    + """
+other = nn.Linear(2, 2)
+for step in range(1, 8):
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    other.weight.grad = torch.full((2, 2), 100.0)
+    torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+    print(other.weight.grad.sum().item())
+    for p in model.parameters():
+        p.grad.nan_to_num_()
+    optimizer.step()
+print([float(p.sum()) for p in model.parameters()], model.calls, seen)
 """,
 }
 
 
 @pytest.mark.parametrize("way", DISCARDED)
 def test_what_the_program_itself_discards_is_told_and_stops_nothing(way):
-    watched = run(DISCARDED[way], "bad")
-    alone = run_python("train.py", "bad")
+    """Nothing of it runs once more: the next one is traced."""
+    watched = run(DISCARDED[way], "twice")
+    alone = run_python("train.py", "twice")
     assert watched.returncode == alone.returncode == 0, watched.stderr
     assert watched.stdout == alone.stdout
+    assert watched.stderr.count("nanlocator WARNING[needs_trace]") == 1
     assert watched.stderr.count("nanlocator WARNING[zero_over_zero]") == 1
     assert "the program itself discarded what step 5 computed" in watched.stderr
     (path,) = Path().glob("nanlocator_run/*/verdict.json")
@@ -239,6 +299,8 @@ def test_what_the_program_itself_discards_is_told_and_stops_nothing(way):
 
 # Gradients that are gone are not always discarded: each loop uses them after all.
 USED = {
+    "clipped and used": """
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)""",
     "kept and put back": """
     kept = [p.grad for p in model.parameters()]
     print(sum(g.norm() for g in kept).item())

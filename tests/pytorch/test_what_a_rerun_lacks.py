@@ -10,7 +10,11 @@ import pytest
 from ranks import run_python
 
 HEAD = """
+import contextlib
+import contextvars
+import os
 from types import SimpleNamespace
+from unittest import mock
 import torch
 from torch import nn
 
@@ -18,6 +22,14 @@ torch.manual_seed(0)
 config = SimpleNamespace(divisor=1.0)
 bank = torch.ones(4)
 ramp = [1.0]
+os.environ["DIVISOR"] = "1"
+of_context = contextvars.ContextVar("divisor", default=1.0)
+
+class Slots:
+    __slots__ = ("divisor",)
+
+nested = SimpleNamespace(slots=Slots())
+nested.slots.divisor = 1.0
 
 class Scaled(torch.autograd.Function):
     @staticmethod
@@ -87,6 +99,31 @@ CHANGES = {
         f"""
         {BACKWARD}
         bank.fill_(1.0 if step != 4 else 0.0)""",
+    ),
+    "an object that keeps its attributes in slots": (
+        "return self.head(hidden / nested.slots.divisor)  # here",
+        f"""
+        {BACKWARD}
+        nested.slots.divisor = 1.0 if step != 4 else 0.0""",
+    ),
+    "the environment": (
+        "return self.head(hidden / float(os.environ['DIVISOR']))  # here",
+        f"""
+        {BACKWARD}
+        os.environ["DIVISOR"] = "1" if step != 4 else "0\"""",
+    ),
+    "a variable of the context": (
+        "return self.head(hidden / of_context.get())  # here",
+        f"""
+        {BACKWARD}
+        of_context.set(1.0 if step != 4 else 0.0)""",
+    ),
+    "a function that another one replaces for a while": (
+        "return self.head(nn.functional.softsign(hidden))",
+        f"""
+        divided = mock.patch.object(nn.functional, "softsign", lambda x: x / torch.zeros(1))  # here
+        with divided if step == 5 else contextlib.nullcontext():
+            {BACKWARD}""",
     ),
     "a list that a backward reads": (
         "return self.head(Scaled.apply(hidden))",

@@ -15,7 +15,7 @@ from nanlocator.engine.options import Options
 from nanlocator.rerun import ObjectState
 from nanlocator.transformers import NanLocatorCallback, no_autocast
 
-Findings = list[dict[str, Any]]
+Findings = list[nanlocator.Verdict]
 
 
 def plain_loop(
@@ -50,7 +50,7 @@ def wrapped_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
     try:
         locating.step()
     except nanlocator.NonFiniteGradientError as error:
-        assert_type(error.verdict, dict[str, Any])
+        assert_type(error.verdict, nanlocator.Verdict)
     except nanlocator.Error:
         raise SystemExit(1) from None
     return norm

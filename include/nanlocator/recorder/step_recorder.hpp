@@ -119,6 +119,9 @@ class StepRecorder {
   /// Parameters whose gradients the program has filled with zeros by an operator, `p.grad.zero_()`,
   /// since the last backward.
   [[nodiscard]] std::vector<at::Tensor> zeroed_gradients() const;
+  /// The gradients of these parameters are as something else has restored them: what has written to
+  /// them since their last recorded write does not count.
+  void note_restored(std::span<const at::Tensor> parameters);
   /// Parameters whose gradients are values that the program has computed by operators, and these.
   [[nodiscard]] std::vector<std::pair<at::Tensor, RecordedValue>> assigned_gradients();
   /// True if a collective of the program itself wrote to gradients in this step, or sent them. A

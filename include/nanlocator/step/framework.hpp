@@ -157,6 +157,9 @@ class StepPass {
   [[nodiscard]] virtual std::vector<std::string> changed_data() { return {}; }
   /// True if the program reduced gradients by collectives of its own, which `run` leaves out.
   [[nodiscard]] virtual bool leaves_out_reduction() { return false; }
+  /// What code that a re-run calls may read and nobody has compared with the first pass, as a
+  /// clause; "" if there is nothing. Asked after a re-run.
+  [[nodiscard]] virtual std::string unseen_reads() { return {}; }
   /// True if a re-run calls code that torch.compile has made also where it is to run eagerly.
   [[nodiscard]] virtual bool repeats_compiled_code() { return false; }
   /// Why it cannot be executed again, a clause ("a tensor ... was overwritten"); "" if it can.

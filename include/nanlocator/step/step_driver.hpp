@@ -94,6 +94,11 @@ class StepDriver {
   void forget_gradients() noexcept;
   /// This step's backward adds to gradients that the latest bad step left behind. Within a pass.
   void note_left_gradients();
+  /// The steps that begin from now on are numbered from `next` on, or, if that is held, all have
+  /// this number. By default they are counted from 1. Throws UsageError below 0.
+  void number_steps(std::int64_t next, bool is_held);
+  /// Of the step that runs, or of the next one.
+  [[nodiscard]] std::int64_t step_number() const noexcept;
   /// The program has computed something in this step that was not recorded.
   void note_unrecorded_beginning();
   /// While it is true, the program itself throws away what this step has computed: a finding is

@@ -48,6 +48,7 @@ struct BadStep {
   /// Keeps what this rank receives from collectives, if a peer asks; null if crossings are not
   /// watched.
   std::shared_ptr<BoundaryWatch> boundaries;
+  std::vector<LossView> losses{};  // of the step itself
 };
 
 class StepRerun {

@@ -42,6 +42,13 @@ class RankConnection:
         self._goodbye.atexit = False
         atexit.register(self._goodbye)
 
+    def check_same(self, what: str, value: str) -> None:
+        """Raises UsageError on the ranks whose value differs from the first rank's that has come here."""
+        store = dist.distributed_c10d._get_default_store()
+        key = f"nanlocator/{RankConnection._installed}/{what}"
+        if (first := store.compare_set(key, "", value).decode()) != value:
+            raise _C.UsageError(f"{what} must be the same on all ranks: {value} here, {first} elsewhere")
+
     def close(self) -> None:
         self._goodbye()
         atexit.unregister(self._goodbye)

@@ -20,12 +20,15 @@ from nanlocator.calls.kernel_calls import KeptKernelCalls, KernelCallRecord
 from nanlocator.calls.kernels import KernelCalls
 from nanlocator.calls.module_calls import KeptModuleCalls
 from nanlocator.calls.modules import ModelInputs, ModuleHooks, ModuleObserver, local_part
+from nanlocator.engine.blocked_rerun import not_blocked
 from nanlocator.engine.checkpoint_files import CheckpointFiles
 from nanlocator.engine.connection import RankConnection
 from nanlocator.engine.endings import abort_collectives, first_line, is_failure_of_peers, raise_for
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.on_failure import OnFailure
+from nanlocator.engine.this_rank import log, log_verdict
 from nanlocator.engine.tracebacks import CleanTracebacks
+from nanlocator.engine.verdict import Verdict
 from nanlocator.exchange import stream_sanitizer
 from nanlocator.exchange.boundaries import Boundaries
 from nanlocator.exchange.transfers import SerialisedTransfers, ShownTransfers
@@ -60,7 +63,7 @@ class Adapter:
 
     def __init__(self) -> None:
         self.buffers = Buffers()
-        self.verdicts: list[dict[str, Any]] = []
+        self.verdicts: list[Verdict] = []
         self.boundaries: Boundaries | None = None  # at level boundaries, once they are watched
         self._module_calls = KeptModuleCalls()  # around the origins of a bad step
         self._kernel_calls = KeptKernelCalls()  # the origins of a bad step
@@ -161,7 +164,8 @@ class Adapter:
     def on_verdict(self, text: str) -> None:
         self._module_calls.forget()
         self._kernel_calls.want([])
-        self.verdicts.append(json.loads(text))
+        self.verdicts.append(Verdict(json.loads(text)))
+        log_verdict(self.verdicts[-1])
 
     def trace_hooks(self, watch: ModuleObserver | None = None) -> list[TraceHooks]:
         """Hooks that give module names and show calls that the dispatcher does not see."""
@@ -185,6 +189,11 @@ class Pass:
         """Executes them from the same data; returns the losses."""
         raise NotImplementedError
 
+    def run_unblocked(self) -> Named:
+        """``run_again``, which fails if it waits for something that does not come a second time."""
+        with not_blocked():
+            return self.run_again()
+
     def clear_gradients(self) -> None:
         """Restores the gradients from before the first pass: none, or zero."""
         raise NotImplementedError
@@ -196,6 +205,11 @@ class Pass:
     def leaves_out_reduction(self) -> bool:
         """Whether the program reduced gradients by collectives of its own, which a re-run leaves out."""
         return False
+
+    def unseen_reads(self) -> str:
+        """What code that a re-run calls may read and nobody has compared with the first pass, as a clause;
+        "" if there is nothing. Asked after a re-run."""
+        return ""
 
     def repeats_compiled_code(self) -> bool:
         """Whether a re-run calls code that torch.compile has made, also where it is to run eagerly."""
@@ -322,6 +336,10 @@ class Driver(_EngineDriver):
         compared with what it was."""
         self._attributes.compares_names = True
 
+    def own_code(self) -> list[str]:
+        """Names of the program's functions that a step calls, each once."""
+        return self._attributes.own_code()
+
     def take_parameters_again(self) -> None:
         self._engine.take_parameters_again()
         self._attributes.follow()
@@ -382,27 +400,37 @@ class Driver(_EngineDriver):
 
     def end_pass(self, losses: Sequence[_C.LossView]) -> _C.Decision:
         self._scanning.close()
-        return self._act_on(self._engine.end_pass(losses))
+        return self._act_on(self._engine.end_pass, losses)
 
     def agree(self) -> _C.Decision:
-        return self._act_on(self._engine.agree())
+        return self._act_on(self._engine.agree)
 
     def finish_agreement(self, overflow: LossScale | None = None) -> _C.Decision:
-        return self._act_on(self._engine.finish_agreement(overflow))
+        return self._act_on(self._engine.finish_agreement, overflow)
 
     def set_gradient_norm(self, norm: float) -> _C.Decision:
-        return self._act_on(self._engine.set_gradient_norm(norm))
+        return self._act_on(self._engine.set_gradient_norm, norm)
 
     def scan_and_agree(self) -> _C.Decision:
-        return self._act_on(self._engine.scan_and_agree())
+        return self._act_on(self._engine.scan_and_agree)
 
     def end_step(self) -> _C.Decision:
-        return self._act_on(self._engine.end_step())
+        return self._act_on(self._engine.end_step)
 
-    def _act_on(self, decision: _C.Decision) -> _C.Decision:
-        if self._generators.were_restored:
-            for state in (self._generators, self._attributes, self._hook_states, self._files):
-                state.leave()
+    def _act_on(self, decide: Callable[..., _C.Decision], *args: Any) -> _C.Decision:
+        try:
+            decision = decide(*args)
+        except KeyboardInterrupt:
+            if self._engine.is_judged:
+                log(
+                    f"interrupted while step {self._engine.updates + 1}, which has NaN or Inf, was "
+                    f"explained; what is known so far: nanlocator report {self.run_dir}"
+                )
+            raise
+        finally:
+            if self._generators.were_restored:
+                for state in (self._generators, self._attributes, self._hook_states, self._files):
+                    state.leave()
         self._follow_trace()
         if decision == _C.Decision.SKIP:
             self.adapter.buffers.put_back_bad()

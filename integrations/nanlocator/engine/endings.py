@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -13,6 +13,7 @@ from nanlocator import _C
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.this_rank import is_distributed
 from nanlocator.engine.tracebacks import stack_of_program
+from nanlocator.engine.verdict import Verdict
 
 
 def ending_error() -> BaseException | None:
@@ -41,7 +42,7 @@ def first_line(error: BaseException) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def raise_for(verdict: dict[str, Any], run_dir: str) -> NoReturn:
+def raise_for(verdict: Verdict, run_dir: str) -> NoReturn:
     """Ends a run under policy ``stop``, on every rank. With several ranks the error's text is the headline:
     rank 0 has printed the full text, and every rank prints a traceback."""
     text = _C.format_verdict(json.dumps(verdict), run_dir)

@@ -4,18 +4,19 @@ from typing import Any
 
 from nanlocator._C import Error
 from nanlocator.engine.exit_status import exit_status_of
+from nanlocator.engine.verdict import Verdict
 
 
 class NonFiniteGradientError(Error):
     """Raised on every rank under ``on_bad="stop"``, before a weight has moved.
 
-    ``verdict`` is the content of verdict.json as a dictionary (docs/formats.md); ``str(error)`` is its text.
+    ``verdict`` is a ``nanlocator.engine.verdict.Verdict``; ``str(error)`` is its text.
     If the error ends the program, ``printed`` is below the traceback instead: the verdict is above it.
     """
 
     def __init__(self, text: str, verdict: dict[str, Any], printed: str = "") -> None:
         super().__init__(text)
-        self.verdict = verdict
+        self.verdict = verdict if isinstance(verdict, Verdict) else Verdict(verdict)
         self.printed = printed or text
 
     @property

@@ -5,6 +5,7 @@ from typing import Any
 from nanlocator import _C
 from nanlocator.engine.driver import Driver
 from nanlocator.engine.this_rank import log_once
+from nanlocator.engine.verdict import Verdict
 from nanlocator.state.rerun import ObjectState, Stateful
 
 _INSTALLED = "_nanlocator"  # attribute of a framework's object that holds the installed locator
@@ -22,12 +23,17 @@ class Locator:
     _driver: Driver
 
     @property
-    def verdicts(self) -> list[dict[str, Any]]:
+    def verdicts(self) -> list[Verdict]:
         return self._driver.adapter.verdicts
 
     @property
     def run_dir(self) -> str:
         return self._driver.run_dir
+
+    def __repr__(self) -> str:
+        number = len(self.verdicts)
+        findings = "no finding" if number == 0 else f"{number} finding{'s' if number > 1 else ''}"
+        return f"<{type(self).__name__}: step {self._driver.step_number}, {findings}, {self.run_dir}>"
 
     @property
     def dismissed(self) -> int:

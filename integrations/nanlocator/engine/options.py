@@ -8,7 +8,10 @@ the table in docs/options.md from the rows.
 
 import contextlib
 import datetime
+import difflib
+import functools
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict, get_type_hints
@@ -18,6 +21,7 @@ import torch
 from nanlocator import _C
 from nanlocator.check_checkpoint.content import finite_of
 from nanlocator.engine.on_finding import OnFinding
+from nanlocator.engine.this_rank import log_once
 
 
 class Kind(NamedTuple):
@@ -67,6 +71,17 @@ def _count(value: Any) -> int:
     raise ValueError("expected a whole number, 0 or more")
 
 
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def _bytes(value: Any) -> int:
+    """Also "512 MiB" or "4G", all in powers of 1,024."""
+    found = re.fullmatch(r"(\d+)\s*([kmgt]?)(i?b)?", str(value).strip().lower())
+    if found is None:
+        raise ValueError("expected a number of bytes, or one with a unit: 512MiB, 4GiB")
+    return int(found[1]) << _UNITS[found[2]]
+
+
 _RERUNS = {"on_bad": "on", "never": "off", "always": "always"}
 
 CHOICE = Kind()
@@ -74,7 +89,7 @@ FOLDER = Kind(metavar="FOLDER")
 SWITCH = Kind(_switch, lambda is_on: "on" if is_on else "off", is_switch=True)
 RERUN = Kind(_rerun, _RERUNS.__getitem__, choices=("yes", "no", "always"))
 SECONDS = Kind(_seconds, lambda time: f"{time.total_seconds():g} s", "SECONDS")
-BYTES = Kind(_count, lambda count: f"{count / 2**30:g} GiB", "BYTES")
+BYTES = Kind(_bytes, lambda count: f"{count / 2**30:g} GiB", "BYTES")
 COUNT = Kind(_count, metavar="N")
 ON_FINDING = Kind(OnFinding, lambda action: "none" if action is None else str(action), "COMMAND")
 
@@ -195,6 +210,16 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+@functools.cache
+def _warn_of_unknown_variables() -> None:
+    """Once per process: a misspelt variable would have no effect."""
+    known = {"NANLOCATOR", *map(variable_of, get_type_hints(Options))}
+    for name in sorted(os.environ):
+        if name.startswith("NANLOCATOR_") and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            log_once(f"{name} is no variable of nanlocator's" + (f": {near[0]}?" if near else ""))
+
+
 def check_names(options: Mapping[str, object], integration: str) -> None:
     names = rows(integration)
     for name in options:
@@ -209,12 +234,17 @@ def resolve_options(
     read."""
     check_names(options, integration)
     resolved = _C.LocatorOptions()
+    _warn_of_unknown_variables()
     for name, option in rows(integration).items():
-        value = _given(name, option, options)
+        value, source = _given(name, option, options)
         if value is None:
             value = defaults.get(name, option.defaults.get(integration))
-        if value is not None:
+        if value is None:
+            continue
+        try:
             setattr(resolved, name, value)
+        except _C.UsageError as error:  # an unknown choice
+            raise _C.UsageError(f"{source}: {error}" if source != name else str(error)) from None
     resolved.threads = torch.get_num_threads()
     resolved.integration = INTEGRATIONS[integration]
     resolved.not_covered = not_covered or []
@@ -222,14 +252,15 @@ def resolve_options(
     return resolved
 
 
-def _given(name: str, option: Option, options: Mapping[str, object]) -> Any:
+def _given(name: str, option: Option, options: Mapping[str, object]) -> tuple[Any, str]:
+    """The value, or None, and the name by which it was given."""
     source, value = name, options.get(name)
     if value is None:
         source = variable_of(name)
         value = os.environ.get(source)
     if value is None:
-        return None
+        return None, name
     try:
-        return option.kind.read(value)
+        return option.kind.read(value), source
     except (TypeError, ValueError) as error:
         raise _C.UsageError(f"{source}={value!r} cannot be read: {error}") from None

@@ -1,9 +1,13 @@
 """This rank, its device and its messages."""
 
+import contextlib
+import logging
 import sys
 
 import torch
 import torch.distributed as dist
+
+from nanlocator.engine.verdict import Verdict
 
 
 def is_distributed() -> bool:
@@ -32,6 +36,24 @@ def dtype_name(dtype: torch.dtype) -> str:
 def log(message: str) -> None:
     """Prints one line on this rank's stderr, with its number."""
     print(f"nanlocator: {rank_prefix()}{message}", file=sys.stderr, flush=True)
+
+
+_LEVELS = {
+    "INFO": logging.INFO,
+    "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "FATAL": logging.CRITICAL,
+}
+
+
+def log_verdict(verdict: Verdict) -> None:
+    """On rank 0, to the logger "nanlocator" if the program has given it a handler: stderr has it anyway."""
+    logger = logging.getLogger("nanlocator")
+    if logger.handlers and (not is_distributed() or dist.get_rank() == 0):
+        text = str(verdict)
+        severity = text.removeprefix("nanlocator ").partition("[")[0].partition(" ")[0]
+        with contextlib.suppress(Exception):  # a handler that fails ends no training
+            logger.log(_LEVELS.get(severity, logging.ERROR), text)
 
 
 def log_once(message: str) -> None:

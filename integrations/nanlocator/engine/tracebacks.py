@@ -25,7 +25,8 @@ class CleanTracebacks:
         self._patches.wrap(points.EXCEPT_HOOK, _print)
 
     def remove(self) -> None:
-        self._patches.remove()
+        if not isinstance(sys.exc_info()[1], NonFiniteGradientError):  # it is about to be printed
+            self._patches.remove()
 
 
 def _print(
@@ -34,8 +35,8 @@ def _print(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> Any:
-    is_verdict = isinstance(error, NonFiniteGradientError)
-    if is_verdict or not _is_own(_innermost(traceback)):
+    is_of_program = isinstance(error, NonFiniteGradientError | KeyboardInterrupt)
+    if is_of_program or not _is_own(_innermost(traceback)):
         traceback = without_own_frames(traceback)
     shown = error.as_printed() if isinstance(error, NonFiniteGradientError) else error
     return original(kind, shown.with_traceback(traceback), traceback)

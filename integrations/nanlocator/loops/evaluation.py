@@ -11,6 +11,7 @@ from nanlocator import _C
 from nanlocator.engine.driver import Driver, Named, Pass
 from nanlocator.engine.options import Options, resolve_options
 from nanlocator.engine.this_rank import is_distributed
+from nanlocator.engine.verdict import Verdict
 from nanlocator.loops.plain import PlainAdapter, are_in_shards
 
 
@@ -41,7 +42,7 @@ class Evaluation:
         self._calls = 0
 
     @property
-    def verdicts(self) -> list[dict[str, Any]]:
+    def verdicts(self) -> list[Verdict]:
         return self._adapter.verdicts
 
     def call(self, call: Callable[[], Any]) -> Any:

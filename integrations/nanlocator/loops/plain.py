@@ -55,6 +55,7 @@ class PlainAdapter(Adapter):
         parts: by parameter id; several may be in one tensor, a flat parameter of FSDP1.
         own_gradients: one per framework that reduces some gradients; belongs to the driver.
         not_covered: unknown shards and rank coordinates.
+        has_replicas: other ranks execute the same code on other data.
         pipeline_group: the ranks that have the model's other stages.
     """
 
@@ -76,6 +77,9 @@ class PlainAdapter(Adapter):
         self.not_covered: list[str] = []
         self.pipeline_group = group_of(models.values())
         self.left_out: set[torch.Tensor] = set()  # parameters whose gradients belong to another step
+        self.kept_gradients: dict[
+            int, torch.Tensor
+        ] = {}  # by the parameter's id: scanned in place of its own
         self.has_own_state = False  # the program has registered further state of its passes
         self.written_by_program: Callable[[], list[torch.Tensor]] = list  # parameters, before the step
         self.has_changed_weights = False  # the weights differ from those that the step used
@@ -135,8 +139,8 @@ class PlainAdapter(Adapter):
             infos.append(info)
         self.parameters = [(i.name, p.view(p.tensor)) for i, p in zip(infos, self.parts, strict=True)]
         self.buffers.follow(self.names_of_modules())
-        is_reduced = coordinates.dp.size * coordinates.cp.size > 1
-        self.gradient_phase = "grad_reduced" if is_reduced else "grad_local"
+        self.has_replicas = coordinates.dp.size * coordinates.cp.size > 1
+        self.gradient_phase = "grad_reduced" if self.has_replicas else "grad_local"
         return _C.ParameterMap(coordinates, infos)
 
     def used_by(self, optimizer: Optimizer) -> list[torch.Tensor]:
@@ -172,6 +176,9 @@ class PlainAdapter(Adapter):
         return coordinates
 
     def gradients(self) -> Views:
+        if self.kept_gradients:
+            kept = [(i, p) for i, p in enumerate(self.parts) if id(p.tensor) in self.kept_gradients]
+            return [i for i, _ in kept], [p.view(self.kept_gradients[id(p.tensor)]) for _, p in kept]
         if self._are_whole and not self.left_out:
             return _C.gradients_of(self.tensors)
         found = [

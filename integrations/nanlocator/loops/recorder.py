@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nanlocator import _C
 from nanlocator.calls.modules import class_name
 from nanlocator.engine.driver import Named
-from nanlocator.engine.this_rank import is_distributed
+from nanlocator.engine.this_rank import is_distributed, log
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches, weakly
 from nanlocator.loops.errors import (
@@ -103,6 +103,7 @@ class StepRecorder:
         self._depth = 0  # number of running calls and backwards, nested
         self._is_in_module = False  # the outermost of them is a module's call
         self.is_in_backward = False  # a backward into the leaves' gradients is running
+        self.has_seen_other_thread = False  # which calls a watched module
         self.has_update = False  # an optimizer has stepped within the current or latest backward
         self.has_gradients = False  # gradients were written in this step
         self.has_only_broken = False  # by backwards that an error ended, and by no other
@@ -209,11 +210,25 @@ class StepRecorder:
 
     def _around_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self._depth != 0 or threading.get_ident() != self._thread:  # inlines is_outside: hot path
+            if self._depth != 0:  # inlines is_outside: hot path
+                return original(module, *args, **kwargs)
+            if threading.get_ident() != self._thread:
+                self._note_other_thread(module)
                 return original(module, *args, **kwargs)
             return self.call_module(original, module, args, kwargs)
 
         return call
+
+    def _note_other_thread(self, module: nn.Module) -> None:
+        if self.has_seen_other_thread or not torch.is_grad_enabled():
+            return
+        if not self._parameters.isdisjoint(held_parameters([module])):
+            self.has_seen_other_thread = True
+            log(
+                f"{class_name(module)} is called on another thread than nanlocator.watch was: its steps are "
+                "not recorded, so a NaN is found in the gradients, but not traced to its origin. Call "
+                "nanlocator.watch on the thread that trains"
+            )
 
     def _around_functional_call(
         self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
@@ -416,6 +431,14 @@ class StepRecorder:
     def _assigned(self) -> dict[torch.Tensor, _C.RecordedValue]:
         """The gradients that the program has computed by operators and assigned."""
         return dict(self._engine.assigned_gradients())
+
+    def changed_after_backward(self) -> list[torch.Tensor]:
+        """Parameters whose gradients something has written to since their last recorded write."""
+        return self._engine.changed_gradients()
+
+    def note_restored(self, parameters: list[torch.Tensor]) -> None:
+        """The gradients of these are again what was written last."""
+        self._engine.note_restored(parameters)
 
     def zeroed_gradients(self) -> list[torch.Tensor]:
         """Parameters whose gradients the program itself has filled with zeros since the last backward."""
@@ -942,9 +965,12 @@ class WeightsState:
 class RecordedPass(PlainPass):
     """The recorded step, for the driver."""
 
-    def __init__(self, adapter: PlainAdapter, recorder: StepRecorder) -> None:
+    def __init__(
+        self, adapter: PlainAdapter, recorder: StepRecorder, own_code: Callable[[], list[str]]
+    ) -> None:
         super().__init__(adapter)
         self._recorder = recorder
+        self._own_code = own_code
         self._leftovers: dict[torch.Tensor, int] = {}
         self._changed_gradients: list[str] = []
         self._left_is_bad = False  # a gradient of an earlier step
@@ -1028,6 +1054,14 @@ class RecordedPass(PlainPass):
 
     def leaves_out_reduction(self) -> bool:
         return self._recorder.has_reduced_gradients
+
+    def unseen_reads(self) -> str:
+        """The loop has gone on since the calls. What their code reads of it is not bounded: replicas that
+        were finite have read the same, and else nothing tells it from a device that erred once."""
+        if self._adapter.has_replicas or not (names := self._own_code()):
+            return ""
+        also = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        return f"what {' and '.join(names[:2])}{also} may read of the loop, which had gone on"
 
 
 def _version_of(gradient: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import gc
 import math
 import os
 import sys
@@ -15,17 +16,19 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C
-from nanlocator.calls.modules import named_by_class
+from nanlocator.calls.modules import class_name, named_by_class
 from nanlocator.engine.driver import LossScale, SkippedUpdate, note_numbers
 from nanlocator.engine.endings import ending_error, first_line, is_failure_of_peers
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.locator import Locator
 from nanlocator.engine.on_failure import OnFailure
 from nanlocator.engine.options import Options, resolve_options
-from nanlocator.engine.this_rank import log
+from nanlocator.engine.this_rank import log, log_once
+from nanlocator.engine.verdict import Verdict
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches, weakly
 from nanlocator.hooks.points import Point
@@ -52,7 +55,13 @@ _UPDATED = 1 << 25
 Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
 
 
-def watch(model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: Unpack[Options]) -> "Watch":
+def watch(
+    model: Models,
+    optimizer: Optimizer | Iterable[Optimizer],
+    *,
+    step: int | None = None,
+    **options: Unpack[Options],
+) -> "Watch":
     """Finds NaN and Inf in the gradients of a training loop before they are clipped or used, and reports
     where they were born. The loop does not change:
 
@@ -75,21 +84,35 @@ def watch(model: Models, optimizer: Optimizer | Iterable[Optimizer], **options: 
         model: the model, or several (a GAN's two, a policy and its critic): a list, or a dictionary whose
             keys go before the parameters' names. Wrapped or not (DistributedDataParallel, torch.compile).
         optimizer: the optimizer, or several.
-        options: see :class:`nanlocator.engine.options.Options`.
+        step: the number of the first step, as the program counts: 12001 for one that resumes after step
+            12000. By default 1. ``Watch.step`` sets each step's.
+        options: see docs/options.md.
 
     With torch.distributed initialised, every rank must call it, and scan equally often.
 
+    There is one watch in a process. A further call takes over, as when a notebook's cell runs again, and says
+    which models are no longer watched. Optimizers that are constructed later for the same models join at
+    their first step; one that trains other parameters is reported.
+
     Raises:
-        nanlocator.UsageError: if something is watched already, or there is nothing to watch.
+        nanlocator.UsageError: if there is nothing to watch.
     """
     refuse_owned([], [optimizer])  # DeepSpeed's own optimizers are not torch's
-    return Watch(_named_models(model), _listed(optimizer, Optimizer), options)
+    models, optimizers = named_models(model), _listed(optimizer, Optimizer)
+    if (before := Watch.latest()) is not None:
+        before.give_way_to(models)
+    watch = Watch(models, optimizers, options)
+    watch.follow_later_optimizers()
+    if step is not None:
+        watch.begin_at(step)
+    return watch
 
 
 class Watch(Locator):
     """Returned by ``watch``."""
 
     _driver: PlainDriver
+    _latest: "weakref.ref[Watch] | None" = None
 
     def __init__(
         self,
@@ -107,6 +130,7 @@ class Watch(Locator):
             )
         refuse_owned(models.values(), optimizers)
         resolved = resolve_options(options, "watch")
+        self._known_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._models, self._options = models, options
         self._adapter = PlainAdapter(optimizers, models, trains_copies=trains_copies)
         self._adapter.why_no_pass = "no call of a watched model was recorded in it"
@@ -114,11 +138,18 @@ class Watch(Locator):
         self._scaler: GradScaler | None = None
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
         self._driver.compare_names()
+        self._own_code = weakly(self._driver.own_code)
         self._recorder = StepRecorder(self._adapter.tensors, self, resolved.recorded_bytes)
         self._driver.add_state("the weights", WeightsState(self._recorder))
         self._adapter.written_by_program = self._recorder.written_by_program
         self._loop = LoopReading()
         self._is_left_out = False  # the update, of gradients that were scanned
+        self._stops = resolved.on_bad == "stop"
+        self._is_discarding = False
+        # Since a norm of bad gradients, which the program may have looked at: those, and the parameters whose
+        # gradient nothing but a backward or an operator had written to.
+        self._bad_gradients: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._as_written: list[torch.Tensor] = []
         self._was_training = False  # in the latest forward
         self._is_in_closure = False  # of an optimizer, which may evaluate it several times in a step
         self._has_had_backward = False  # one has written gradients that the optimizers use
@@ -131,10 +162,11 @@ class Watch(Locator):
         for each in optimizers:
             self._follow_optimizer(each)
         self._follow_end()
+        Watch._latest = weakref.ref(self)
         self._driver.locator.add_not_covered([*self._recorder.lost, *self._patches.lost])
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[list[dict[str, Any]]]:
+    def evaluating(self) -> Iterator[list[Verdict]]:
         """For evaluation and generation: calls of the models in this block are not training steps. Each
         call's results are scanned, which waits for the device. If one holds a NaN or +Inf, the call is
         executed again with every operator traced. Yields the verdicts. Under ``stop`` it raises in the call;
@@ -167,6 +199,9 @@ class Watch(Locator):
         return self._adapter.names_of_modules()
 
     def before_forward(self) -> None:
+        if self._is_deferred:
+            self._end_deferred([])
+            self._is_left_out = True
         if self._is_left_out:
             with self._abandoning():
                 self._end_step()
@@ -180,7 +215,7 @@ class Watch(Locator):
         if self._driver.has_ended_pass:  # LBFGS, and loops that clip after each microbatch
             self._recorder.begin_step()
         if not self._driver.is_in_pass:
-            self._driver.begin_pass(RecordedPass(self._adapter, self._recorder))
+            self._driver.begin_pass(RecordedPass(self._adapter, self._recorder, self._own_code))
 
     @property
     def is_left(self) -> bool:
@@ -188,6 +223,80 @@ class Watch(Locator):
         collect garbage at different times."""
         is_used = self._adapter.optimizers or self._driver.is_in_pass
         return not is_used and self._driver.connection is None
+
+    @property
+    def is_on(self) -> bool:
+        """It has not been removed."""
+        return self._patches.are_on
+
+    @classmethod
+    def latest(cls) -> "Watch | None":
+        """The one that this process has, also if it is removed."""
+        return cls._latest() if cls._latest is not None else None
+
+    @property
+    def step(self) -> int:
+        """The number of the step that runs, or of the next one. Setting it gives the steps that begin from
+        now on this number, until it is set again, so that several updates in one iteration of the program
+        have its number:
+
+            for watch.step in range(first, last): ...
+
+        With several ranks, which must have the same, only ``nanlocator.watch(..., step=...)`` can set it.
+        """
+        return self._driver.step_number
+
+    @step.setter
+    def step(self, number: int) -> None:
+        if self._driver.connection is not None:
+            raise _C.UsageError(
+                "with several ranks, pass the first step's number to nanlocator.watch (step=)"
+            )
+        self._driver.number_steps(number, True)
+
+    def begin_at(self, number: int) -> None:
+        """The next step has this number, and those that follow count on. With several ranks, on all alike."""
+        if self._driver.connection is not None:
+            self._driver.connection.check_same("the first step's number", str(number))
+        self._driver.number_steps(number, False)
+
+    def give_way_to(self, models: Mapping[str, nn.Module]) -> None:
+        """Another watch, of these models, takes the place of this one."""
+        is_used = self._patches.are_on
+        self.remove()
+        gc.collect()  # a notebook may have dropped what it trains
+        is_used = is_used and bool(self._adapter.optimizers)
+        others = list(models.values())
+        left = [each for each in self._models.values() if not any(each is other for other in others)]
+        if left and is_used:
+            log_once(
+                f"watches {_listing(others)} from now on, and no longer what it watched before "
+                f"({_listing(left)}): to watch both, pass both to one nanlocator.watch"
+            )
+
+    def follow_later_optimizers(self) -> None:
+        """Those that the program constructs from now on: for a next phase, or in a notebook."""
+        look = weakly(self._look_at_optimizer)
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                look(optimizer)
+
+        self._patches.on_removal(register_optimizer_step_pre_hook(before_step).remove)
+
+    def _look_at_optimizer(self, optimizer: Optimizer) -> None:
+        """Before each step of any optimizer."""
+        if optimizer in self._known_optimizers or self._recorder.is_suspended:
+            return
+        self._known_optimizers.add(optimizer)
+        if not self.take_optimizers([optimizer]):
+            log_once(
+                f"{type(optimizer).__name__} trains parameters that no watched model holds: its gradients "
+                "are not scanned. Pass its models and it to nanlocator.watch"
+            )
+        elif self._scan_gradients(used := self._adapter.used_by(optimizer)) == _C.Decision.SKIP:
+            for parameter in used:  # its step, which has begun, leaves out parameters without a gradient
+                parameter.grad = None
 
     def take_optimizers(self, optimizers: Iterable[Optimizer]) -> bool:
         """Follows optimizers that the program has created since, as some do in each epoch. False if they
@@ -251,7 +360,11 @@ class Watch(Locator):
             used = [*used, *self._recorder.take_assigned()]
             is_by_program = not (self._has_had_backward or are_dropped)
             if is_by_program and any(p.grad is not None for p in used):  # float32 copies
-                self._take_gradients_of_program("the program itself writes the gradients that it uses")
+                self._take_gradients_of_program(
+                    "it ran on another thread than nanlocator.watch was called on"
+                    if self._recorder.has_seen_other_thread
+                    else "the program itself writes the gradients that it uses"
+                )
         if self._is_unseen:
             self._end_pass(used)
         return self._loop.decision
@@ -263,10 +376,13 @@ class Watch(Locator):
 
     def _end_pass(self, used: Iterable[torch.Tensor] = ()) -> None:
         self._loop.scan_gradients()
+        if self._is_deferred and not self._is_discarding:
+            self._take_kept()
         with self._abandoning(), self._recorder.suspended(), self._driver.step_pass.leaving_out(used):
             if self._recorder.has_update:
                 self._driver.scan("params_after", _UPDATED, "weight", *self._adapter.weights_now())
             self._loop.decision = self._driver.end_pass(self._loss_views())
+        self._forget_kept()
 
     def _loss_views(self) -> list[_C.LossView]:
         losses = self._recorder.losses
@@ -281,15 +397,28 @@ class Watch(Locator):
         self._forget()
 
     @contextlib.contextmanager
-    def _discarding(self) -> Iterator[None]:
-        """What is found meanwhile is reported and does not stop the program, which throws it away."""
+    def _discarding(self, *, may_rerun: bool = False) -> Iterator[None]:
+        """What is found meanwhile is reported and does not stop the program, which throws it away. In general
+        it is not executed again: the program's code would count, write or draw once more, and gradients,
+        buffers and attributes would be the re-run's. The next such step is traced."""
+        self._is_discarding = True
         self._driver.set_discarded(True)
+        if not may_rerun:
+            self._recorder.give_up("the program discards it, and its code would run once more")
         try:
             yield
         finally:
             self._driver.set_discarded(False)
+            self._is_discarding = False
+
+    def _leaves_nothing_behind(self) -> bool:
+        """Whether a re-run of a forward changes nothing: it runs libraries' modules without buffers, and no
+        gradient exists that it would put aside."""
+        has_gradients, _ = _C.gradients_of(self._adapter.tensors)
+        return not (self._driver.own_code() or self._adapter.buffers_now() or has_gradients)
 
     def _forget(self) -> None:
+        self._forget_kept()
         self._recorder.forget()
         self._loop.forget()
 
@@ -306,6 +435,18 @@ class Watch(Locator):
     def _exit(self, original: Callable[..., Any], *args: Any) -> Any:
         self.scan_at_end()
         return original(*args)
+
+    def scan_now(self) -> None:
+        """Scans what the program has computed since the last step, also in evaluation.
+
+        Raises:
+            nanlocator.NonFiniteGradientError: if it is bad, under ``stop``.
+        """
+        if not self._driver.is_in_pass:
+            return
+        self._take_gradients()
+        if self._recorder.scan(self._recorder.unfinished()) or self._is_unseen:
+            self._end_pass(self._adapter.tensors)
 
     def scan_at_end(self) -> None:
         """Reports bad values in a step that the program leaves unfinished. Raises nothing."""
@@ -336,7 +477,10 @@ class Watch(Locator):
             else:
                 if error is not None:
                     self._driver.locator.add_standing_note(f"The program ended by {first_line(error)}")
-                self._end_pass()
+                if self._is_deferred and error is None:
+                    self._end_deferred([])
+                else:
+                    self._end_pass()
         except NonFiniteGradientError:
             pass  # already printed
         except Exception as failure:  # a device that has failed, which the program knows
@@ -365,7 +509,7 @@ class Watch(Locator):
         if not self._driver.is_in_pass or not self._has_bad_loss(read):
             return
         if self._driver.connection is None:
-            with self._discarding():
+            with self._discarding(may_rerun=self._leaves_nothing_behind()):
                 self._end_pass()
             with self._abandoning():
                 self._end_step()
@@ -411,11 +555,12 @@ class Watch(Locator):
         return result
 
     def _follow_optimizer(self, optimizer: Optimizer) -> None:
+        self._known_optimizers.add(optimizer)
         self._patches.on_removal(keep_from_deepspeed(optimizer))
         self._patches.on_removal(optimizer.register_step_pre_hook(note_numbers).remove)
         self._patches.on_removal(optimizer.register_step_post_hook(self._after_update).remove)
         for point, wrapper in (
-            (points.OPTIMIZER_STEP, self.step),
+            (points.OPTIMIZER_STEP, self.around_step),
             (points.OPTIMIZER_ZERO_GRAD, self._zero_optimizer),
             (points.OPTIMIZER_ADD_GROUP, self._add_parameters),
         ):
@@ -436,18 +581,73 @@ class Watch(Locator):
 
     def _total_norm(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        used: list[torch.Tensor] = []
         if not self._driver.has_ended_pass:
             owners = {id(p.grad): p for p in self._adapter.tensors if p.grad is not None}
             used = [owners[id(each)] for each in tensors if id(each) in owners]
-            if used:
-                self._scan_gradients(used)
-                # A re-run replaces the gradients.
-                tensors = [owners[id(each)].grad if id(each) in owners else each for each in tensors]
+        may_defer = bool(used) and self._may_defer(args, kwargs)
+        if used and not may_defer:
+            self._scan_gradients(used)
+            # A re-run replaces the gradients.
+            tensors = [owners[id(each)].grad if id(each) in owners else each for each in tensors]
         with self._recorder.suspended():
             norm = original(tensors, *args, **kwargs)
+        if may_defer:
+            gradients = [p.grad for p in used if p.grad is not None]
+            if not math.isfinite(float(norm)) and self._recorder.bad_among(gradients):
+                self._defer()
+            else:
+                self._scan_gradients(used)
         norm_type = args[0] if args else kwargs.get("norm_type", 2.0)
         self._norm = norm if float(norm_type) == 2.0 else None
         return norm
+
+    def _may_defer(self, args: Any, kwargs: Any) -> bool:
+        """Whether a norm that is not finite stops the program only where it uses the gradients: it may look
+        at the norm itself, and leave the update out. Several ranks would have to agree on it."""
+        raises = args[1] if len(args) > 1 else kwargs.get("error_if_nonfinite", False)
+        return self._stops and self._driver.connection is None and self._is_unseen and not raises
+
+    def _defer(self) -> None:
+        """Keeps the bad gradients as they are now: the program may clip, mend or clear them."""
+        written = [p for p in self._adapter.tensors if p.grad is not None]
+        changed = set(self._recorder.changed_after_backward())
+        self._as_written = [p for p in written if p not in changed]
+        self._bad_gradients = {p: p.grad for p in written}
+        with self._recorder.suspended():
+            self._adapter.kept_gradients = {
+                id(p): gradient.detach().clone()
+                for p, gradient in self._bad_gradients.items()
+                if gradient is not None
+            }
+
+    @property
+    def _is_deferred(self) -> bool:
+        return bool(self._adapter.kept_gradients)
+
+    def _end_deferred(self, used: Iterable[torch.Tensor]) -> None:
+        """The program goes on after a norm of bad gradients. Stops it if what it uses is still bad."""
+        used = list(used)
+        if self._recorder.bad_among([p.grad for p in used if p.grad is not None]):
+            self._end_pass(used)
+        else:
+            with self._discarding():
+                self._end_pass(used)
+
+    def _take_kept(self) -> None:
+        """The step is stopped: its gradients are again those that were bad."""
+        with self._recorder.suspended():
+            for parameter, gradient in self._bad_gradients.items():
+                if gradient is not None:
+                    gradient.data.copy_(self._adapter.kept_gradients[id(parameter)])
+                    parameter.grad = gradient
+        self._recorder.note_restored(self._as_written)
+        self._forget_kept()
+
+    def _forget_kept(self) -> None:
+        self._adapter.kept_gradients = {}
+        self._bad_gradients = {}
+        self._as_written = []
 
     def _clip(
         self,
@@ -459,7 +659,8 @@ class Watch(Locator):
         **kwargs: Any,
     ) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not self._driver.has_ended_pass and not set(self._adapter.tensors).isdisjoint(parameters):
+        may_scan = not (self._driver.has_ended_pass or self._is_deferred)
+        if may_scan and not set(self._adapter.tensors).isdisjoint(parameters):
             self._scan_gradients(parameters)
         norm, self._norm = self._norm, None
         if norm is not None and norm is total_norm:
@@ -479,9 +680,8 @@ class Watch(Locator):
             self._loop.decision = self._driver.set_gradient_norm(value)
 
     def _is_same_on_all_ranks(self, norm: torch.Tensor) -> bool:
-        models = self._models.values()
         return self._driver.connection is None or (
-            not hasattr(norm, "device_mesh") and all(isinstance(m, DistributedDataParallel) for m in models)
+            not hasattr(norm, "device_mesh") and all(map(_is_on_all_ranks, self._models.values()))
         )
 
     def _clip_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -524,7 +724,7 @@ class Watch(Locator):
                 self._end_step()
         return result
 
-    def step(
+    def around_step(
         self,
         optimizer: Optimizer,
         original: Callable[..., Any],
@@ -567,7 +767,7 @@ class Watch(Locator):
         self._driver.scan(self._adapter.gradient_phase, group, "grad", [i for i, _ in found], gradients)
 
     def _after_update(self, *_: Any) -> None:
-        """For a step outside of ``step``: it began before the optimizer was watched."""
+        """For a step outside of ``around_step``: it began before the optimizer was watched."""
         if self._recorder.is_suspended:
             return
         if self._is_unseen:  # too late: the weights have moved
@@ -575,7 +775,10 @@ class Watch(Locator):
         self._end_step()
 
     def _update(self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._scan_gradients(self._adapter.used_by(optimizer)) == _C.Decision.SKIP:
+        used = self._adapter.used_by(optimizer)
+        if self._is_deferred:
+            self._end_deferred(used)
+        if self._scan_gradients(used) == _C.Decision.SKIP:
             return None
         self._adapter.use(optimizer)
         self._driver.begin_update()
@@ -642,10 +845,20 @@ class Watch(Locator):
     def _are_discarded(self, zeroed: list[torch.Tensor]) -> bool:
         """The program has looked at this step's gradients, keeps none of them, and now zeroes them all. With
         several ranks, they would have to agree on it."""
-        if self._driver.connection is not None or not self._recorder.has_checked_gradients:
+        has_looked = self._is_deferred or self._recorder.has_checked_gradients
+        if self._driver.connection is not None or not has_looked:
             return False
         written = [p for p in self._adapter.tensors if p.grad is not None]
-        return set(zeroed).issuperset(written) and not any(map(_is_gradient_held, written))
+        ours = int(self._is_deferred)  # references, in `_bad_gradients`
+        return set(zeroed).issuperset(written) and not any(_is_gradient_held(p, ours) for p in written)
+
+
+def _is_on_all_ranks(model: nn.Module) -> bool:
+    """Whether one DistributedDataParallel reduces its gradients over all ranks. A pipeline has one for each
+    stage."""
+    group: Any = getattr(model, "process_group", None)
+    is_replicated = isinstance(model, DistributedDataParallel) and group is not None
+    return is_replicated and group.size() == torch.distributed.get_world_size()
 
 
 def _references_to_gradient(parameter: torch.Tensor) -> int:
@@ -662,9 +875,9 @@ def _references_alone() -> int:
 _ALONE = _references_alone()  # differs between versions of torch
 
 
-def _is_gradient_held(parameter: torch.Tensor) -> bool:
-    """Whether a variable or a list of the program refers to the gradient."""
-    return _references_to_gradient(parameter) > _ALONE
+def _is_gradient_held(parameter: torch.Tensor, ours: int) -> bool:
+    """Whether a variable or a list of the program refers to the gradient; ``ours`` references are not its."""
+    return _references_to_gradient(parameter) > _ALONE + ours
 
 
 def _scan_at_exit(watch: "weakref.ref[Watch]") -> None:
@@ -672,12 +885,16 @@ def _scan_at_exit(watch: "weakref.ref[Watch]") -> None:
         found.scan_at_end()
 
 
-def _named_models(model: Models) -> dict[str, nn.Module]:
+def named_models(model: Models) -> dict[str, nn.Module]:
     if isinstance(model, nn.Module):
         return {"": model}
     if isinstance(model, Mapping):
         return dict(model)
     return named_by_class(_listed(model, nn.Module))
+
+
+def _listing(models: Iterable[nn.Module]) -> str:
+    return ", ".join(map(class_name, models))
 
 
 def _listed(value: Any, kind: type) -> list[Any]:

@@ -59,9 +59,9 @@ class ProgramGenerators:
 
 def _state_of_python() -> Callable[[], Any]:
     """A function that returns the state."""
-    if not _has_memory_of_python():
-        return functools.partial(_itself, random.getstate())
     generator = _generator_of_python()
+    if not _has_memory(generator):
+        return functools.partial(_itself, random.getstate())
     memory = ctypes.string_at(id(generator) + object.__basicsize__, _MEMORY.size)
     return functools.partial(_python_state_of, memory, generator.gauss_next)
 
@@ -79,10 +79,9 @@ def _generator_of_python() -> Any:
     return getattr(random.getstate, "__self__", None)
 
 
-@functools.cache
-def _has_memory_of_python() -> bool:
-    """Whether this interpreter has the generator's memory where it is read."""
-    generator = _generator_of_python()
+@functools.lru_cache(1)
+def _has_memory(generator: Any) -> bool:
+    """Whether this interpreter has the memory of this generator, Python's, where it is read."""
     if type(generator) is not random.Random or not isinstance(generator, _random.Random):
         return False
     if _random.Random.__basicsize__ < object.__basicsize__ + _MEMORY.size:

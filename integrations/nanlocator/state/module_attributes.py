@@ -209,6 +209,10 @@ class ModuleAttributes:
             for_each_used(function, take)
         return contents
 
+    def own_code(self) -> list[str]:
+        """Names of the program's functions that the step calls, each once."""
+        return list(dict.fromkeys(_name_of(each) for each in self._own_functions()))
+
     def _own_modules(self) -> list[nn.Module]:
         modules = (module for model in self._models for module in model.modules())
         return [each for each in modules if not _is_of_library(each)][:_MOST_MODULES]
@@ -248,6 +252,10 @@ def _is_of_a_library(package: str) -> bool:
 
 def _is_of_libraries(function: Callable[..., Any]) -> bool:
     return _is_of_a_library(str(getattr(function, "__module__", "")).partition(".")[0])
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
 
 
 def _shown(path: str, name: str) -> str:

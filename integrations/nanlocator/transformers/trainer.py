@@ -27,6 +27,7 @@ from typing_extensions import Unpack  # torch brings it; typing has it from Pyth
 
 from nanlocator import _C
 from nanlocator.engine.options import Options, check_names, resolve_options
+from nanlocator.engine.verdict import Verdict
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
 from nanlocator.loops.optimizer import LocatingOptimizer
@@ -75,7 +76,7 @@ class NanLocatorCallback(TrainerCallback):
     def __init__(self, **options: Unpack[Options]) -> None:
         check_names(options, "transformers")
         self._options = options
-        self.verdicts: list[dict[str, Any]] = []
+        self.verdicts: list[Verdict] = []
         self._states: dict[str, Stateful] = {}
         self._trainer: Trainer | None = None  # while it trains
         self._resumed: str | bool | None = None  # where it was told to resume; True: from the last one
@@ -187,7 +188,7 @@ def _check(trainer: Trainer) -> None:
 class _TrainerSteps:
     """The hooks of one call of ``train``."""
 
-    def __init__(self, trainer: Trainer, options: _C.LocatorOptions, verdicts: list[dict[str, Any]]) -> None:
+    def __init__(self, trainer: Trainer, options: _C.LocatorOptions, verdicts: list[Verdict]) -> None:
         self._trainer = trainer
         self._scaler = getattr(trainer.accelerator, "scaler", None)
         assert trainer.model is not None and trainer.optimizer is not None  # since `train` has begun
