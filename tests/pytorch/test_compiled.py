@@ -220,7 +220,7 @@ def test_what_comes_and_goes_is_not_the_compilers():
     model[1].compile()
     verdict = verdict_of(nn.Sequential(EverySecond(), model))
     (origin,) = verdict["origins"]
-    assert origin["cause"] == "not_reproduced"
+    assert origin["cause"] == "unknown"
 
 
 def test_eager_execution_ends_with_an_interrupt_of_the_rerun_too():
