@@ -33,14 +33,19 @@ def train(model, optimizer, steps=3, *, bad=None):
         optimizer.step()
 
 
+def watched_and_trained():
+    model, optimizer = model_and_optimizer()
+    nanlocator.watch(model, optimizer)
+    train(model, optimizer)
+    return model, optimizer
+
+
 def is_finite(model):
     return all(bool(each.isfinite().all()) for each in model.parameters())
 
 
 def test_a_second_watch_of_the_same_model_takes_over(capfd):
-    model, optimizer = model_and_optimizer()
-    nanlocator.watch(model, optimizer)
-    train(model, optimizer)
+    model, optimizer = watched_and_trained()
     watch = nanlocator.watch(model, optimizer, on_bad="skip")
     train(model, optimizer, bad=2)
     assert is_finite(model) and [each.step for each in watch.verdicts] == [2]
@@ -48,9 +53,7 @@ def test_a_second_watch_of_the_same_model_takes_over(capfd):
 
 
 def test_a_cell_that_runs_again_watches_its_new_model_in_silence(capfd):
-    model, optimizer = model_and_optimizer()
-    nanlocator.watch(model, optimizer)
-    train(model, optimizer)
+    watched_and_trained()
     model, optimizer = model_and_optimizer()
     nanlocator.watch(model, optimizer)
     assert capfd.readouterr().err == ""
@@ -60,9 +63,7 @@ def test_a_cell_that_runs_again_watches_its_new_model_in_silence(capfd):
 
 
 def test_a_model_that_is_no_longer_watched_is_named(capfd):
-    first, its_optimizer = model_and_optimizer()
-    nanlocator.watch(first, its_optimizer)
-    train(first, its_optimizer)
+    _first, _ = watched_and_trained()
     model, optimizer = model_and_optimizer()
     nanlocator.watch(model, optimizer)
     assert "no longer what it watched before (Sequential): to watch both" in capfd.readouterr().err

@@ -135,8 +135,8 @@ TEST(Decision, AnotherFaultIsNoRecurrence) {
 TEST(Decision, TheSameCauseInAnotherLineIsNoRecurrence) {
   Verdict earlier = verdict_of(Cause::bad_input);
   Verdict now = earlier;
-  earlier.origins[0].code = CodeLine{"/work/linear.py", 9, "train", "model(x)"};
-  now.origins[0].code = CodeLine{"/work/convolution.py", 9, "train", "model(x)"};
+  earlier.origins[0].code = CodeLine{"linear.py", 9, "train", "model(x)"};
+  now.origins[0].code = CodeLine{"convolution.py", 9, "train", "model(x)"};
   EXPECT_EQ(decide(now, {{earlier}}).recurrence, Recurrence::none);
   now.origins[0].code = earlier.origins[0].code;
   EXPECT_EQ(decide(now, {{earlier}}).recurrence, Recurrence::same_place);

@@ -148,7 +148,7 @@ class Watch(Locator):
         self._is_discarding = False
         # Since a norm of bad gradients, which the program may have looked at: those, and the parameters whose
         # gradient nothing but a backward or an operator had written to.
-        self._bad_gradients: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._bad_gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._as_written: list[torch.Tensor] = []
         self._was_training = False  # in the latest forward
         self._is_in_closure = False  # of an optimizer, which may evaluate it several times in a step
@@ -610,15 +610,12 @@ class Watch(Locator):
 
     def _defer(self) -> None:
         """Keeps the bad gradients as they are now: the program may clip, mend or clear them."""
-        written = [p for p in self._adapter.tensors if p.grad is not None]
+        self._bad_gradients = {p: p.grad for p in self._adapter.tensors if p.grad is not None}
         changed = set(self._recorder.changed_after_backward())
-        self._as_written = [p for p in written if p not in changed]
-        self._bad_gradients = {p: p.grad for p in written}
+        self._as_written = [p for p in self._bad_gradients if p not in changed]
         with self._recorder.suspended():
             self._adapter.kept_gradients = {
-                id(p): gradient.detach().clone()
-                for p, gradient in self._bad_gradients.items()
-                if gradient is not None
+                id(p): gradient.detach().clone() for p, gradient in self._bad_gradients.items()
             }
 
     @property
@@ -638,9 +635,8 @@ class Watch(Locator):
         """The step is stopped: its gradients are again those that were bad."""
         with self._recorder.suspended():
             for parameter, gradient in self._bad_gradients.items():
-                if gradient is not None:
-                    gradient.data.copy_(self._adapter.kept_gradients[id(parameter)])
-                    parameter.grad = gradient
+                gradient.data.copy_(self._adapter.kept_gradients[id(parameter)])
+                parameter.grad = gradient
         self._recorder.note_restored(self._as_written)
         self._forget_kept()
 
