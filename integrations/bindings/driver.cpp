@@ -73,6 +73,12 @@ void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
           },
           "norm"_a)
       .def(
+          "is_pass_bad",
+          [](StepDriver& d, const std::vector<LossView>& losses) {
+            return released([&] { return d.is_pass_bad(losses); });
+          },
+          "losses"_a)
+      .def(
           "end_pass",
           [](StepDriver& d, const std::vector<LossView>& losses) {
             return released([&] { return d.end_pass(losses); });

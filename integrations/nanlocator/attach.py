@@ -240,7 +240,7 @@ class Attachment:
         patience = _PATIENCE * resolve_options({}, "watch").gather_deadline
         self._is_alone = True
         try:
-            if meet(self._meetings, patience):
+            if meet(f"attach {self._meetings}", patience):
                 self._is_alone = False
                 return True
         except Exception as error:  # there is no Store, or one without these operations

@@ -88,6 +88,7 @@ struct StepDriver::Impl {
     bool is_scanned = false;                // the gradients that the update will use
     bool is_agreeing = false;               // between start_agreement and finish_agreement
     bool is_agreed = false;                 // on the scanned tensors
+    std::optional<bool> is_bad;             // agreed on by `is_pass_bad`, and not yet judged
     bool is_judged = false;                 // a finding has been reported or dismissed
     bool is_update_running = false;
     bool has_ended_pass = false;
@@ -240,6 +241,7 @@ struct StepDriver::Impl {
     const auto& [can, why_not] = rerunnable;
     const bool are_gradients = can != CanRerun::weights_have_moved;
     step.is_judged = true;
+    step.is_discarded = !locator.is_true_anywhere(!step.is_discarded);
     if (are_gradients) {  // the optimizer has not changed the weights since
       const auto weights = framework->weights();
       if (!weights.empty()) {
@@ -335,7 +337,7 @@ struct StepDriver::Impl {
     return agreed([&] {
       step.is_agreeing = false;
       step.is_agreed = true;
-      if (!locator.finish_agreement()) return Decision::proceed;
+      if (!(step.is_bad ? *step.is_bad : locator.finish_agreement())) return Decision::proceed;
       if (is_routine()) {
         step.is_judged = true;
         locator.dismiss();
@@ -348,6 +350,16 @@ struct StepDriver::Impl {
 
   Decision finish_agreement() {
     return finish_agreement([&] { return is_routine_overflow(); });
+  }
+
+  void scan_pass(std::span<const LossView> losses) {
+    if (!step.is_scanned) scan_gradients();
+    for (auto loss : losses) {
+      if (loss.tensor.defined()) loss.tensor = loss.tensor.detach();  // without its graph
+      step.losses.push_back(std::move(loss));
+    }
+    locator.scan_losses(losses);
+    locator.start_agreement();
   }
 
   void compare_with_rerun() {
@@ -551,16 +563,22 @@ Decision StepDriver::set_gradient_norm(double norm) {
   return impl.agreed([&] { return impl.judge(impl.can_rerun(), impl.framework->gradients()); });
 }
 
+bool StepDriver::is_pass_bad(std::span<const LossView> losses) {
+  auto& impl = *impl_;
+  if (impl.is_off() || !impl.step.pass) return false;
+  impl.scan_pass(losses);
+  (void)impl.agreed([&] {
+    impl.step.is_bad = impl.locator.finish_agreement();
+    return Decision::proceed;
+  });
+  impl.locator.now_in(Activity::training);
+  return *impl.step.is_bad;
+}
+
 Decision StepDriver::end_pass(std::span<const LossView> losses) {
   auto& impl = *impl_;
   if (impl.is_off() || !impl.step.pass) return Decision::proceed;
-  if (!impl.step.is_scanned) impl.scan_gradients();
-  for (auto loss : losses) {
-    if (loss.tensor.defined()) loss.tensor = loss.tensor.detach();  // without its graph
-    impl.step.losses.push_back(std::move(loss));
-  }
-  impl.locator.scan_losses(losses);
-  impl.locator.start_agreement();
+  if (!impl.step.is_bad) impl.scan_pass(losses);
   const auto decision = impl.finish_agreement();
   if (decision == Decision::stop) return decision;
   if (!impl.step.is_judged && decision == Decision::proceed &&

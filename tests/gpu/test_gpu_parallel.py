@@ -325,12 +325,20 @@ LOOP_FAULTS: dict[str, tuple[Plant, dict[str, Any]]] = {
     "bad weight": (Loop.spoil_weight, BAD_WEIGHT),
     "overwritten once": (
         lambda loop: setattr(loop.block, "fault", overwritten_once()),
-        {"cause": "not_reproduced", "reproduced": False},
+        {
+            "cause": "unknown",
+            "reproduced": False,
+            "not_restored": ["what Net.forward and Block.forward may read of the loop, which had gone on"],
+        },
     ),
     "empty loss mask": (
         lambda loop: setattr(loop, "is_mask_empty", True),
         {"cause": "empty_loss_mask"},
     ),
+}
+# A replica has executed the same code, with finite results.
+BESIDE_A_REPLICA: dict[str, dict[str, Any]] = {
+    "overwritten once": {"cause": "not_reproduced", "not_restored": []},
 }
 
 
@@ -427,6 +435,8 @@ def healthy(rank: int, world_size: int, wrap: str) -> dict[str, Any]:
 def located(rank: int, world_size: int, wrap: str, way: str, name: str) -> dict[str, Any]:
     """The fault is on the last rank."""
     plant, expected = LOOP_FAULTS[name]
+    if world_size > 1:
+        expected = expected | BESIDE_A_REPLICA.get(name, {})
     locate, options = WAYS[way]
     culprit = world_size - 1
     loop = Loop(WRAPS[wrap], DEVICE, rank)

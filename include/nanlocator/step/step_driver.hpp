@@ -101,12 +101,16 @@ class StepDriver {
   [[nodiscard]] std::int64_t step_number() const noexcept;
   /// The program has computed something in this step that was not recorded.
   void note_unrecorded_beginning();
-  /// While it is true, the program itself throws away what this step has computed: a finding is
-  /// reported, and the program goes on, whatever the policy.
+  /// While it is true on all ranks, the program itself throws away what this step has computed: a
+  /// finding is reported, and the program goes on, whatever the policy.
   void set_discarded(bool is_discarded);
   /// The norm from the framework's clip. Set before the agreement, it is agreed on; set later, it
   /// must be the same on all ranks, and a non-finite one is judged at once.
   Decision set_gradient_norm(double norm);
+  /// Backward has ended: scans the gradients that the owner has not scanned, and agrees. True if
+  /// any rank has found NaN or Inf, which `end_pass` then judges, whose losses are these. Until
+  /// then the pass goes on. At most once per pass.
+  [[nodiscard]] bool is_pass_bad(std::span<const LossView> losses);
   /// Backward has ended: scans the gradients that the owner has not scanned, agrees and judges.
   Decision end_pass(std::span<const LossView> losses);
 

@@ -62,16 +62,16 @@ def connect(options: _C.LocatorOptions) -> RankConnection | None:
     return RankConnection(options.gather_deadline) if is_distributed() else None
 
 
-def meet(number: int, patience: datetime.timedelta) -> bool:
-    """Whether all ranks call this, so that they can connect: in a program that does not know of it, some may
-    wait for others that come later, or never train. Exchanges keys of the Store alone. All ranks that call
-    it get the same answer, those that come too late at once.
+def meet(name: str, patience: datetime.timedelta) -> bool:
+    """Whether all ranks call this, so that they can talk to each other: in a program that does not know of
+    it, some may wait for others that come later, or never do. Exchanges keys of the Store alone. All ranks
+    that call it get the same answer, those that come too late at once.
 
     Args:
-        number: of the meeting, counted alike on all ranks.
+        name: of the meeting, the same on all ranks, and never used before.
     """
     store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    here, outcome = f"nanlocator/meeting/{number}/here", f"nanlocator/meeting/{number}/outcome"
+    here, outcome = f"nanlocator/meeting/{name}/here", f"nanlocator/meeting/{name}/outcome"
     if store.add(here, 1) >= size:
         return bool(store.compare_set(outcome, "", "all") == b"all")
     begun, has_said = time.monotonic(), False

@@ -398,6 +398,10 @@ class Driver(_EngineDriver):
         if self.boundaries is not None:
             self._scanning.enter_context(self.boundaries.watching())
 
+    def is_pass_bad(self, losses: Sequence[_C.LossView]) -> bool:
+        self._scanning.close()
+        return self._engine.is_pass_bad(losses)
+
     def end_pass(self, losses: Sequence[_C.LossView]) -> _C.Decision:
         self._scanning.close()
         return self._act_on(self._engine.end_pass, losses)

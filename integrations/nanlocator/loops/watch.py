@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import datetime
 import functools
 import gc
 import math
@@ -21,6 +22,7 @@ from typing_extensions import Unpack  # torch brings it; typing has it from Pyth
 
 from nanlocator import _C
 from nanlocator.calls.modules import class_name, named_by_class
+from nanlocator.engine.connection import meet
 from nanlocator.engine.driver import LossScale, SkippedUpdate, note_numbers
 from nanlocator.engine.endings import ending_error, first_line, is_failure_of_peers
 from nanlocator.engine.errors import NonFiniteGradientError
@@ -51,6 +53,7 @@ from nanlocator.sharding.pipelining import follow_steps, stages_of
 
 _USED_IN_BACKWARD = 1 << 24  # groups of scans, one per optimizer
 _UPDATED = 1 << 25
+_END_TOGETHER = datetime.timedelta(seconds=5)
 
 Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
 
@@ -146,8 +149,9 @@ class Watch(Locator):
         self._is_left_out = False  # the update, of gradients that were scanned
         self._stops = resolved.on_bad == "stop"
         self._is_discarding = False
-        # Since a norm of bad gradients, which the program may have looked at: those, and the parameters whose
-        # gradient nothing but a backward or an operator had written to.
+        # Since a norm of bad gradients, which the program may have looked at (deferred): those, and the
+        # parameters whose gradient nothing but a backward or an operator had written to.
+        self._is_deferred = False
         self._bad_gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._as_written: list[torch.Tensor] = []
         self._was_training = False  # in the latest forward
@@ -351,9 +355,11 @@ class Watch(Locator):
 
     # --- where gradients are scanned -----------------------------------------------------------------
 
-    def _scan_gradients(self, used: Iterable[torch.Tensor] = (), *, are_dropped: bool = False) -> _C.Decision:
+    def _scan_gradients(
+        self, used: Iterable[torch.Tensor] = (), *, are_dropped: bool = False, may_defer: bool = False
+    ) -> _C.Decision:
         """Scans gradients that were not yet scanned, and returns the decision. ``used``: parameters whose
-        gradients the program is about to use, or to drop."""
+        gradients the program is about to use, or to drop; ``may_defer``: to look at, see ``_defer``."""
         if self._recorder.is_suspended:
             return self._loop.decision
         if not (self._is_unseen or self._driver.has_ended_pass):
@@ -366,7 +372,7 @@ class Watch(Locator):
                     else "the program itself writes the gradients that it uses"
                 )
         if self._is_unseen:
-            self._end_pass(used)
+            self._end_pass(used, may_defer=may_defer)
         return self._loop.decision
 
     @property
@@ -374,14 +380,18 @@ class Watch(Locator):
         """Gradients were written and not yet scanned."""
         return self._driver.is_in_pass and self._recorder.has_gradients
 
-    def _end_pass(self, used: Iterable[torch.Tensor] = ()) -> None:
+    def _end_pass(self, used: Iterable[torch.Tensor] = (), *, may_defer: bool = False) -> None:
         self._loop.scan_gradients()
         if self._is_deferred and not self._is_discarding:
             self._take_kept()
         with self._abandoning(), self._recorder.suspended(), self._driver.step_pass.leaving_out(used):
             if self._recorder.has_update:
                 self._driver.scan("params_after", _UPDATED, "weight", *self._adapter.weights_now())
-            self._loop.decision = self._driver.end_pass(self._loss_views())
+            losses = self._loss_views()
+            if may_defer and self._driver.is_pass_bad(losses):
+                self._defer()
+                return
+            self._loop.decision = self._driver.end_pass(losses)
         self._forget_kept()
 
     def _loss_views(self) -> list[_C.LossView]:
@@ -432,9 +442,9 @@ class Watch(Locator):
         self._patches.on_removal(functools.partial(atexit.unregister, at_exit))
         self._patches.wrap(points.EXIT, self._exit)
 
-    def _exit(self, original: Callable[..., Any], *args: Any) -> Any:
-        self.scan_at_end()
-        return original(*args)
+    def _exit(self, original: Callable[..., Any], *status: Any) -> Any:
+        self.scan_at_end(has_failed=any(status))
+        return original(*status)
 
     def scan_now(self) -> None:
         """Scans what the program has computed since the last step, also in evaluation.
@@ -448,8 +458,9 @@ class Watch(Locator):
         if self._recorder.scan(self._recorder.unfinished()) or self._is_unseen:
             self._end_pass(self._adapter.tensors)
 
-    def scan_at_end(self) -> None:
-        """Reports bad values in a step that the program leaves unfinished. Raises nothing."""
+    def scan_at_end(self, has_failed: bool = False) -> None:
+        """Reports bad values in a step that the program leaves unfinished. Raises nothing. ``has_failed``: it
+        says so by its exit status."""
         error = ending_error()
         is_told_otherwise = isinstance(error, NonFiniteGradientError | KeyboardInterrupt) or (
             error is not None and is_failure_of_peers(error)
@@ -472,19 +483,27 @@ class Watch(Locator):
             )
             if not (has_bad_loss or self._is_of_bad_values(error) or is_left):
                 return
-            if self._driver.connection is not None:  # the other ranks may not be here
+            if not self._do_all_end():
                 self._scan_alone("the program ended" if error is None else first_line(error))
             else:
                 if error is not None:
                     self._driver.locator.add_standing_note(f"The program ended by {first_line(error)}")
-                if self._is_deferred and error is None:
-                    self._end_deferred([])
+                if self._is_deferred and error is None and not has_failed:
+                    self._end_deferred([], may_rerun=True)
                 else:
                     self._end_pass()
         except NonFiniteGradientError:
             pass  # already printed
         except Exception as failure:  # a device that has failed, which the program knows
             print(f"nanlocator: the last step could not be scanned: {failure}", file=sys.stderr, flush=True)
+
+    def _do_all_end(self) -> bool:
+        """Whether all ranks are here. They are after a norm that all have seen to be bad, if the program ends
+        for that."""
+        if self._driver.connection is None:
+            return True
+        name = f"the end of step {self._driver.step_number} of {self.run_dir}"
+        return self._is_deferred and meet(name, _END_TOGETHER)
 
     @property
     def _is_training(self) -> bool:
@@ -582,54 +601,43 @@ class Watch(Locator):
     def _total_norm(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         used: list[torch.Tensor] = []
-        if not self._driver.has_ended_pass:
+        if not (self._driver.has_ended_pass or self._is_deferred):
             owners = {id(p.grad): p for p in self._adapter.tensors if p.grad is not None}
             used = [owners[id(each)] for each in tensors if id(each) in owners]
-        may_defer = bool(used) and self._may_defer(args, kwargs)
-        if used and not may_defer:
-            self._scan_gradients(used)
+        if used:
+            raises = args[1] if len(args) > 1 else kwargs.get("error_if_nonfinite", False)
+            self._scan_gradients(used, may_defer=self._stops and not raises)
             # A re-run replaces the gradients.
             tensors = [owners[id(each)].grad if id(each) in owners else each for each in tensors]
         with self._recorder.suspended():
             norm = original(tensors, *args, **kwargs)
-        if may_defer:
-            gradients = [p.grad for p in used if p.grad is not None]
-            if not math.isfinite(float(norm)) and self._recorder.bad_among(gradients):
-                self._defer()
-            else:
-                self._scan_gradients(used)
         norm_type = args[0] if args else kwargs.get("norm_type", 2.0)
         self._norm = norm if float(norm_type) == 2.0 else None
         return norm
 
-    def _may_defer(self, args: Any, kwargs: Any) -> bool:
-        """Whether a norm that is not finite stops the program only where it uses the gradients: it may look
-        at the norm itself, and leave the update out. Several ranks would have to agree on it."""
-        raises = args[1] if len(args) > 1 else kwargs.get("error_if_nonfinite", False)
-        return self._stops and self._driver.connection is None and self._is_unseen and not raises
-
     def _defer(self) -> None:
-        """Keeps the bad gradients as they are now: the program may clip, mend or clear them."""
+        """A norm of bad gradients stops the program only where it uses them: it may look at the norm itself,
+        and leave the update out. Until then they are kept as they are now: it may clip, mend or clear them.
+        On all ranks alike, as they have agreed that some are bad."""
+        self._is_deferred = True
         self._bad_gradients = {p: p.grad for p in self._adapter.tensors if p.grad is not None}
         changed = set(self._recorder.changed_after_backward())
         self._as_written = [p for p in self._bad_gradients if p not in changed]
-        with self._recorder.suspended():
-            self._adapter.kept_gradients = {
-                id(p): gradient.detach().clone() for p, gradient in self._bad_gradients.items()
-            }
+        self._adapter.kept_gradients = {
+            id(p): gradient.detach().clone() for p, gradient in self._bad_gradients.items()
+        }
 
-    @property
-    def _is_deferred(self) -> bool:
-        return bool(self._adapter.kept_gradients)
-
-    def _end_deferred(self, used: Iterable[torch.Tensor]) -> None:
-        """The program goes on after a norm of bad gradients. Stops it if what it uses is still bad."""
+    def _end_deferred(self, used: Iterable[torch.Tensor], *, may_rerun: bool = False) -> None:
+        """The program goes on after a norm of bad gradients. Stops it if it uses them, unless they were bad
+        on this rank and are no longer: of several ranks, each has seen its own."""
         used = list(used)
-        if self._recorder.bad_among([p.grad for p in used if p.grad is not None]):
+        is_bad = self._recorder.bad_among
+        is_mended = not is_bad([p.grad for p in used if p.grad is not None]) and is_bad(
+            [self._adapter.kept_gradients[id(p)] for p in used if id(p) in self._adapter.kept_gradients]
+        )
+        is_discarded = is_mended or not used
+        with self._discarding(may_rerun=may_rerun) if is_discarded else contextlib.nullcontext():
             self._end_pass(used)
-        else:
-            with self._discarding():
-                self._end_pass(used)
 
     def _take_kept(self) -> None:
         """The step is stopped: its gradients are again those that were bad."""
@@ -641,6 +649,7 @@ class Watch(Locator):
         self._forget_kept()
 
     def _forget_kept(self) -> None:
+        self._is_deferred = False
         self._adapter.kept_gradients = {}
         self._bad_gradients = {}
         self._as_written = []
@@ -682,8 +691,8 @@ class Watch(Locator):
 
     def _clip_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """For FullyShardedDataParallel's own clip."""
-        if not self._driver.has_ended_pass:
-            self._scan_gradients(fsdp1.sharded_parameters(module))
+        if not (self._driver.has_ended_pass or self._is_deferred):
+            self._scan_gradients(fsdp1.sharded_parameters(module), may_defer=self._stops)
         with self._recorder.suspended():
             return original(module, *args, **kwargs)
 
@@ -839,10 +848,8 @@ class Watch(Locator):
         return result
 
     def _are_discarded(self, zeroed: list[torch.Tensor]) -> bool:
-        """The program has looked at this step's gradients, keeps none of them, and now zeroes them all. With
-        several ranks, they would have to agree on it."""
-        has_looked = self._is_deferred or self._recorder.has_checked_gradients
-        if self._driver.connection is not None or not has_looked:
+        """The program has looked at this step's gradients, keeps none of them, and now zeroes them all."""
+        if not (self._is_deferred or self._recorder.has_checked_gradients):
             return False
         written = [p for p in self._adapter.tensors if p.grad is not None]
         ours = int(self._is_deferred)  # references, in `_bad_gradients`
