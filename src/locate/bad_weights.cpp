@@ -150,12 +150,12 @@ struct Kept {
   }
 };
 
-/// A name among the optimizer's states, whose values say nothing.
-constexpr std::string_view kWrittenByProgram = "written_by_program";
+/// Names among the optimizer's states, whose values say nothing.
+constexpr std::string_view kWrittenByProgram = "written_by_program", kBadAtStart = "bad_at_start";
 
-bool was_written_by_program(const RankEvidence& rank, std::int64_t parameter) {
+bool has_mark(const RankEvidence& rank, std::int64_t parameter, std::string_view mark) {
   return std::ranges::any_of(rank.ledger().optimizer_states, [&](const OptimizerState& state) {
-    return state.parameter == parameter && state.name == kWrittenByProgram;
+    return state.parameter == parameter && state.name == mark;
   });
 }
 
@@ -209,8 +209,8 @@ void add_kept(const RankEvidence& rank, const ParameterRecord& parameter, const 
   // A shard says nothing about elements outside it.
   if (parameter.shard && !parameter.shard->contains(weight.first_bad)) return;
   for (const OptimizerState& state : rank.ledger().optimizer_states) {
-    const bool is_number =
-        state.name == "lr" || state.name == "eps" || state.name == kWrittenByProgram;
+    const bool is_number = state.name == "lr" || state.name == "eps" ||
+                           state.name == kWrittenByProgram || state.name == kBadAtStart;
     if (state.parameter != parameter.id || is_number) continue;
     auto& kind = kept.of(state);
     kind.names.insert(state.name);
@@ -227,19 +227,25 @@ void add_fact(FactKind kind, const Kept::Of& of, Origin& origin) {
 
 void add_update(const Findings& findings, Origin& origin) {
   Kept kept;
-  bool was_finite = false, is_written = false;
+  bool was_finite = false, is_written = false, is_of_start = true;
   std::optional<std::int64_t> finite_after;
   for (const int candidate : origin.candidates) {
     const RankEvidence* const rank = findings.incident().find(candidate);
     const auto position = rank == nullptr ? std::nullopt : rank->position_of(origin.parameter);
     const BadParameter* const bad =
         position ? rank->find_bad(Phase::params_before, *position) : nullptr;
+    is_of_start &= bad != nullptr;
     if (bad == nullptr) continue;
     add_kept(*rank, rank->parameter(*position), bad->sighting->stats, kept);
-    is_written |= was_written_by_program(*rank, rank->parameter(*position).id);
+    is_written |= has_mark(*rank, rank->parameter(*position).id, kWrittenByProgram);
+    is_of_start &= has_mark(*rank, rank->parameter(*position).id, kBadAtStart);
     if (!kept.undefined) kept.undefined = undefined_update(*rank, rank->parameter(*position).id);
     finite_after = rank->ledger().weights_finite_after;  // the same on all ranks
     was_finite = finite_after && *finite_after + 1 == rank->ledger().iteration;
+  }
+  if (is_of_start && !has_fact(origin.facts, FactKind::copies_clean)) {
+    origin.facts.push_back({.kind = FactKind::bad_at_start, .ranks = origin.candidates});
+    return;
   }
   const bool is_of_update = kept.bad.names.empty() && !was_finite && !is_written;
   if (is_written && !kept.undefined && origin.detail != Detail::made_earlier) {

@@ -157,6 +157,8 @@ std::string suspect_text(Suspect suspect, const Origin& origin) {
       return "a race";
     case Suspect::checkpoint:
       return "the checkpoint";
+    case Suspect::initialisation:
+      return "the code that initialises it";
     case Suspect::last_update:
       return "the update of the step before";
     case Suspect::writer:
@@ -603,6 +605,7 @@ std::string owner_of(const Origin& origin) {
   if (origin.action == Action::guard_empty_loss) {
     return "model author, or whoever prepares the data";
   }
+  if (has_fact(origin.facts, FactKind::bad_at_start)) return name_of_owner(origin.owner);
   if (origin.action == Action::check_checkpoint) {
     return "model author if the checkpoint holds it or an update makes it; else cluster operator";
   }
@@ -729,7 +732,10 @@ std::vector<std::string> steps_text(const Origin& origin) {
       return {"check " +
                   (origin.parameter.empty() ? std::string("the parameter") : origin.parameter) +
                   " in the checkpoint that was loaded",
-              "if it is finite there, " + with_checked_updates("it")};
+              has_fact(origin.facts, FactKind::bad_at_start)
+                  ? "if it is finite there, or missing, or none was loaded: look for code that "
+                    "leaves it as torch.empty made it, or loads into it with strict=False"
+                  : "if it is finite there, " + with_checked_updates("it")};
     case Action::check_buffer:
       if (origin.detail == Detail::made_earlier) {
         return {"print what this line is given, and correct it or that"};

@@ -418,6 +418,7 @@ const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
 std::vector<std::string> next_of(const Verdict& verdict, const Origin& origin) {
   const CheckpointFile* const loaded = loaded_and_read(verdict, origin);
   if (loaded == nullptr || origin.cause != Cause::bad_weight) return steps_text(origin);
+  if (has_fact(origin.facts, FactKind::bad_at_start)) return steps_text(origin);
   return {with_checked_updates(loaded->is_finite == true ? loaded->name
                                                          : "the one before " + loaded->name)};
 }
@@ -436,6 +437,12 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
     return "unknown; bad data, or a buffer that was read before it was filled: a restart has "
            "another "
            "timing";
+  }
+  if (const Fact* const start = find_fact(origin.facts, FactKind::bad_at_start)) {
+    const std::string finite = loaded == nullptr ? ""
+                                                 : "; " + loaded->name +
+                                                       ", which this run had loaded, is finite";
+    return "the code that initialises it, or the checkpoint: " + fact_text(*start) + finite;
   }
   std::string kind = kind_of(origin);
   std::string open = suspects_text(origin);
@@ -649,6 +656,7 @@ std::vector<std::string> reasons_of(const Origin& origin) {
                                    FactKind::other_writers_possible,
                                    FactKind::learning_rate,
                                    FactKind::optimizer_state_bad,
+                                   FactKind::bad_at_start,
                                    FactKind::discarded};
   std::vector<std::string> reasons;
   for (const Fact& fact : ordered_facts(origin)) {
@@ -658,7 +666,8 @@ std::vector<std::string> reasons_of(const Origin& origin) {
         (!is_shown_by_variants(origin) || !outcome_of_variant(fact).empty());
     const bool is_of_copies =  // the update made every copy
         fact.kind == FactKind::no_copy_elsewhere &&
-        has_fact(origin.facts, FactKind::update_undefined);
+        (has_fact(origin.facts, FactKind::update_undefined) ||
+         has_fact(origin.facts, FactKind::bad_at_start));
     const bool is_of_memory =  // its line is shown
         fact.kind == FactKind::allocated_not_written &&
         has_fact(origin.facts, FactKind::read_unwritten_memory);

@@ -160,7 +160,20 @@ for step in range(1, 8):
 print([float(p.sum()) for p in model.parameters()])
 """
 
+CLIPPED_EACH = """
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+for step in range(1, 8):
+    optimizer.zero_grad()
+    for part in range(2):
+        loss_of(model, step if part == 0 else -1).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+print([float(p.sum()) for p in model.parameters()])
+"""
+
 LOOPS = {
+    "clipped after each microbatch": CLIPPED_EACH,
     "zeroed in place": ZEROED.format(zero="p.grad.zero_()"),
     "detached and zeroed": ZEROED.format(zero="p.grad.detach_(); p.grad.zero_()"),
     "filled with 0": ZEROED.format(zero="p.grad.data.fill_(0)"),
@@ -711,3 +724,42 @@ def test_a_quotient_of_two_numbers_is_no_mean_over_labels():
 def test_a_loss_scale_that_is_nan_ends_nothing_by_an_error_of_ours():
     done = run(BAD_SCALE, "bad")
     assert "UsageError" not in done.stderr
+
+
+RARE = """
+class Rare(Model):
+    def __init__(self):
+        super().__init__()
+        self.rare = nn.Linear(8, 8)
+        with torch.no_grad():
+            self.rare.weight[{where}] = torch.nan  # as torch.empty may leave it
+
+    def forward(self, x, step):
+        return super().forward(x + self.rare(x) if step == 5 else x, -1)
+
+model = Rare()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+for step in range(1, 8):
+    optimizer.zero_grad()
+    loss_of(model, step).backward()
+    {between}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("where", ["2, 3", "2"])
+def test_a_weight_that_was_bad_from_the_start_is_no_matter_of_memory(where):
+    done = run(RARE.format(where=where, between="pass"))
+    (path,) = Path().glob("nanlocator_run/*/verdict.json")
+    verdict = json.loads(path.read_text())
+    (origin,) = verdict["origins"]
+    assert (verdict["iteration"], origin["cause"], origin["parameter"]) == (5, "bad_weight", "rare.weight")
+    assert origin["alternatives"] == ["checkpoint", "initialisation"]
+    assert "it was so when the first step began" in done.stderr and "not ruled out" not in done.stderr
+
+
+def test_a_weight_that_was_bad_from_the_start_and_written_since_is_not_known_to_be_so():
+    run(RARE.format(where="2", between="model.rare.weight.detach().mul_(1.0)"))
+    (path,) = Path().glob("nanlocator_run/*/verdict.json")
+    (origin,) = json.loads(path.read_text())["origins"]
+    assert "bad_at_start" not in [fact["kind"] for fact in origin["facts"]]

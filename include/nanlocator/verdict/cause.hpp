@@ -119,6 +119,7 @@ enum class Suspect {
   kernel,       // a kernel that is not deterministic, or writes out of bounds
   race,
   checkpoint,
+  initialisation,  // the code that makes the weight, or loads others and leaves it out
   last_update,  // the optimizer's update in the step before
   upstream,     // an earlier computation that was not seen
   writer,       // code outside the step
@@ -127,8 +128,9 @@ enum class Suspect {
 };
 [[nodiscard]] constexpr auto names_of(Suspect) {
   return std::to_array<std::string_view>({"link", "memory", "gather", "early_reuse", "collective",
-                                          "kernel", "race", "checkpoint", "last_update", "upstream",
-                                          "writer", "mathematics", "hook"});
+                                          "kernel", "race", "checkpoint", "initialisation",
+                                          "last_update", "upstream", "writer", "mathematics",
+                                          "hook"});
 }
 
 /// The next step.

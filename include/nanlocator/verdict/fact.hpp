@@ -132,6 +132,7 @@ namespace nanlocator::inline verdict_room {
   FACT(optimizer_state_bad)                                                   \
   FACT(gradients_left)                                                        \
   FACT(written_by_program)                                                    \
+  FACT(bad_at_start)                                                          \
   FACT(update_undefined)                                                      \
   FACT(optimizer_copy_finite)                                                 \
   FACT(optimizer_state_finite)                                                \

@@ -86,6 +86,8 @@ class PlainAdapter(Adapter):
         kept = {t: p for each in models.values() for t, p in fsdp2.whole_and_sharded(each)}
         self._names = {kept.get(p, p): n for n, p in self._named("named_parameters")}
         self._are_in_place = False  # whether `check_parameters` has run
+        # (parameter's id, first element): its version when the first step began, already bad
+        self._bad_at_start: dict[tuple[int, int], int] = {}
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -216,7 +218,20 @@ class PlainAdapter(Adapter):
         writes = [
             (i, "written_by_program", torch.ones(()), 0) for i in ids if self.parts[i].tensor in written
         ]
-        return tensors + numbers + writes
+        starts = [
+            (i, "bad_at_start", torch.ones(()), 0)
+            for i in ids
+            if (part := self.parts[i]).tensor._version
+            == self._bad_at_start.get((id(part.tensor), part.begin))
+        ]
+        return tensors + numbers + writes + starts
+
+    def look_at_start(self) -> None:
+        """When the first step begins: which weights are bad already. Waits for the device."""
+        for part in self.parts:
+            stats = _C.scan_one(part.view(part.tensor))
+            if stats is not None and not stats.is_finite:
+                self._bad_at_start[id(part.tensor), part.begin] = part.tensor._version
 
     def skips_bad_updates(self) -> bool:
         """A loss scaler that has seen an overflow, or will, leaves out the update."""
@@ -293,6 +308,7 @@ class PlainDriver(Driver):
     ) -> None:
         super().__init__(adapter, options, connection)
         self._pipeline: Pipeline | None = None
+        self._has_begun = False
         if options.level == "boundaries" and connection is not None:
             self.follow_boundaries(Boundaries(None, reads_gathered=True))
         self._follow_reduction()
@@ -348,6 +364,9 @@ class PlainDriver(Driver):
 
     def begin_pass(self, step_pass: Pass, iteration: int | None = None) -> None:
         self.adapter.check_parameters()
+        if not self._has_begun:
+            self._has_begun = True
+            self.adapter.look_at_start()
         self._begin_gradients()
         super().begin_pass(step_pass, iteration)
 

@@ -147,6 +147,7 @@ class Watch(Locator):
         self._adapter.written_by_program = self._recorder.written_by_program
         self._loop = LoopReading()
         self._is_left_out = False  # the update, of gradients that were scanned
+        self._adds_after_norm = False  # the loop clips after each microbatch
         self._stops = resolved.on_bad == "stop"
         self._is_discarding = False
         # Since a norm of bad gradients, which the program may have looked at (deferred): those, and the
@@ -209,6 +210,8 @@ class Watch(Locator):
         if self._is_left_out:
             with self._abandoning():
                 self._end_step()
+        elif self._driver.has_ended_pass:
+            self._adds_after_norm = True
         read = self._recorder.take_read()
         self._loop.begin_forward(read if self._was_training else [], self._recorder.bad_among)
         self._was_training = self._is_training
@@ -388,6 +391,7 @@ class Watch(Locator):
             if self._recorder.has_update:
                 self._driver.scan("params_after", _UPDATED, "weight", *self._adapter.weights_now())
             losses = self._loss_views()
+            may_defer = may_defer and self._stops and not self._adds_after_norm
             if may_defer and self._driver.is_pass_bad(losses):
                 self._defer()
                 return
@@ -606,7 +610,7 @@ class Watch(Locator):
             used = [owners[id(each)] for each in tensors if id(each) in owners]
         if used:
             raises = args[1] if len(args) > 1 else kwargs.get("error_if_nonfinite", False)
-            self._scan_gradients(used, may_defer=self._stops and not raises)
+            self._scan_gradients(used, may_defer=not raises)
             # A re-run replaces the gradients.
             tensors = [owners[id(each)].grad if id(each) in owners else each for each in tensors]
         with self._recorder.suspended():
@@ -692,7 +696,7 @@ class Watch(Locator):
     def _clip_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """For FullyShardedDataParallel's own clip."""
         if not (self._driver.has_ended_pass or self._is_deferred):
-            self._scan_gradients(fsdp1.sharded_parameters(module), may_defer=self._stops)
+            self._scan_gradients(fsdp1.sharded_parameters(module), may_defer=True)
         with self._recorder.suspended():
             return original(module, *args, **kwargs)
 
