@@ -439,9 +439,8 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
            "timing";
   }
   if (const Fact* const start = find_fact(origin.facts, FactKind::bad_at_start)) {
-    const std::string finite = loaded == nullptr ? ""
-                                                 : "; " + loaded->name +
-                                                       ", which this run had loaded, is finite";
+    const std::string finite =
+        loaded == nullptr ? "" : "; " + loaded->name + ", which this run had loaded, is finite";
     return "the code that initialises it, or the checkpoint: " + fact_text(*start) + finite;
   }
   std::string kind = kind_of(origin);

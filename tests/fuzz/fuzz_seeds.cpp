@@ -7,8 +7,12 @@
 #include <string>
 
 #include "nanlocator/files/atomic_file.hpp"
+#include "nanlocator/map/parameter_map.hpp"
+#include "nanlocator/record/history.hpp"
 #include "nanlocator/record/ledger.hpp"
+#include "nanlocator/report/verdict_json.hpp"
 #include "record/planted_bundle.hpp"
+#include "report/sample_reports.hpp"
 
 namespace nanlocator {
 namespace {
@@ -51,6 +55,40 @@ Ledger planted_ledger() {
   return ledger;
 }
 
+/// As run_fuzz.cpp takes it apart.
+std::string file(const std::string& name, const std::string& content) {
+  return "\n%%FILE " + name + "\n" + content;
+}
+
+std::string planted_map() {
+  RankCoordinates coordinates;
+  coordinates.host = "a17";
+  std::vector<ParameterInfo> parameters(2);
+  parameters[0].name = parameters[0].raw_name = "decoder.layers.0.weight";
+  parameters[0].dtype = "float32";
+  parameters[0].shape = {2, 2};
+  parameters[1].id = 1;
+  parameters[1].name = parameters[1].raw_name = "decoder.layers.0.bias";
+  return ParameterMap(coordinates, parameters, "run-1").to_manifest_json();
+}
+
+/// With the verdict that the run recorded, and with that which its ledgers give.
+void add_runs(const fs::path& corpus, const RunReport& report) {
+  std::string ledgers;
+  for (std::size_t i = 0; i < report.ledgers.size() && i < 4; ++i) {
+    ledgers += file("ledger_tp" + std::to_string(i) + "pp0dp0.jsonl", to_jsonl(report.ledgers[i]));
+  }
+  for (const History& each : report.histories) {
+    ledgers += file("history_tp0pp0dp0.jsonl", to_jsonl(each));
+    add_seed(corpus / "history", to_jsonl(each));
+  }
+  ledgers += file("param_manifest_tp0pp0dp0.json", planted_map());
+  const std::string verdict = to_json(report.verdict);
+  add_seed(corpus / "run", ledgers);
+  add_seed(corpus / "run", file("verdict.json", verdict));
+  add_seed(corpus / "message", "v" + verdict);
+}
+
 void write_seeds(const fs::path& corpus) {
   const testing::PlantedBundle planted;
   add_bundle(corpus, planted.bundle, planted.contents);
@@ -60,7 +98,14 @@ void write_seeds(const fs::path& corpus) {
   add_bundle(corpus, {}, {});
   const std::string ledger = to_jsonl(planted_ledger());
   add_seed(corpus / "ledger", ledger);
-  add_seed(corpus / "ledger", to_jsonl({}) + ledger);
+  add_seed(corpus / "ledger", to_jsonl(Ledger{}) + ledger);
+  add_seed(corpus / "message", "m" + planted_map());
+  add_seed(corpus / "message", "q" + to_json(PeerQuestion{.parameter = "decoder.layers.0.weight"}));
+  add_seed(corpus / "run", file("ledger_tp0pp0dp0.jsonl", ledger));
+  for (const RunReport& each : {testing::located_report(), testing::partial_report(),
+                                testing::several_origins_report(), testing::hostile_report()}) {
+    add_runs(corpus, each);
+  }
 }
 
 }  // namespace

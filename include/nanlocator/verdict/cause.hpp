@@ -120,17 +120,16 @@ enum class Suspect {
   race,
   checkpoint,
   initialisation,  // the code that makes the weight, or loads others and leaves it out
-  last_update,  // the optimizer's update in the step before
-  upstream,     // an earlier computation that was not seen
-  writer,       // code outside the step
-  mathematics,  // the operator's result may be undefined for these inputs
+  last_update,     // the optimizer's update in the step before
+  upstream,        // an earlier computation that was not seen
+  writer,          // code outside the step
+  mathematics,     // the operator's result may be undefined for these inputs
   hook,
 };
 [[nodiscard]] constexpr auto names_of(Suspect) {
-  return std::to_array<std::string_view>({"link", "memory", "gather", "early_reuse", "collective",
-                                          "kernel", "race", "checkpoint", "initialisation",
-                                          "last_update", "upstream", "writer", "mathematics",
-                                          "hook"});
+  return std::to_array<std::string_view>(
+      {"link", "memory", "gather", "early_reuse", "collective", "kernel", "race", "checkpoint",
+       "initialisation", "last_update", "upstream", "writer", "mathematics", "hook"});
 }
 
 /// The next step.
