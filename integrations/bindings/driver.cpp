@@ -73,9 +73,9 @@ void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
           },
           "norm"_a)
       .def(
-          "is_pass_bad",
+          "has_bad_gradients",
           [](StepDriver& d, const std::vector<LossView>& losses) {
-            return released([&] { return d.is_pass_bad(losses); });
+            return released([&] { return d.has_bad_gradients(losses); });
           },
           "losses"_a)
       .def(

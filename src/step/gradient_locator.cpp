@@ -69,6 +69,10 @@ const std::vector<Verdict>& GradientLocator::verdicts() const noexcept {
 std::int64_t GradientLocator::incidents() const noexcept {
   return impl_->incidents;
 }
+bool GradientLocator::is_counted_only() const noexcept {
+  const bool goes_on = impl_->options.on_bad != Policy::stop || impl_->is_discarded;
+  return goes_on && impl_->incidents >= impl_->options.max_incidents;
+}
 std::int64_t GradientLocator::dismissed() const noexcept {
   return impl_->dismissed;
 }
@@ -413,6 +417,7 @@ const Verdict& GradientLocator::conclude() {
   if (impl.state != State::bad && !is_late_norm) {
     throw UsageError("conclude: nothing bad was agreed on. Call it after a true finish_agreement.");
   }
+  const bool is_only_counted = is_counted_only();
   ++impl.incidents;
   impl.state = State::scanning;
   if (std::exchange(impl.is_consequence, false)) {
@@ -426,8 +431,7 @@ const Verdict& GradientLocator::conclude() {
     }
     return impl.count_finding(note);
   }
-  const bool goes_on = impl.options.on_bad != Policy::stop || impl.is_discarded;
-  if (goes_on && impl.incidents > impl.options.max_incidents) {
+  if (is_only_counted) {
     impl.tell_of_counted();
     return impl.count_finding(
         "Finding " + std::to_string(impl.incidents) + " of this run: past max_incidents (" +
@@ -446,7 +450,8 @@ const Verdict& GradientLocator::conclude() {
 /// What goes on without its update is told each time, for whoever counts the lines.
 void GradientLocator::Impl::tell_of_counted() const {
   const bool is_first = incidents == options.max_incidents + 1;
-  const bool is_left_out = options.on_bad == Policy::skip || options.on_bad == Policy::recover;
+  const bool is_left_out =
+      options.on_bad == Policy::skip || options.on_bad == Policy::recover || is_discarded;
   if (rank() != 0 || (!is_left_out && !is_first)) return;
   std::cerr << "nanlocator WARNING step " + std::to_string(iteration) + ": finding " +
                    std::to_string(incidents) +

@@ -253,13 +253,18 @@ bool run_reordered(RerunPasses& passes, Evidence& evidence) {
 
 // --- was it only once? ---
 
+void note_not_restored(const RerunPasses& passes, Evidence& evidence) {
+  auto& noted = evidence.findings.not_restored = passes.not_restored;
+  if (!evidence.unseen_reads.empty()) noted.push_back(evidence.unseen_reads);
+}
+
 /// A pass without a trace.
 bool run_control(RerunPasses& passes, Evidence& evidence) {
   const Pass control = passes.run(&StepPass::run);
   if (passes.has_ended_early(control)) return false;
   evidence.findings.control_reproduced = passes.locator.is_true_anywhere(control.is_bad);
   evidence.are_gradients_finite = evidence.findings.control_reproduced == false;
-  evidence.findings.not_restored = passes.not_restored;  // what varies by re-run is known now
+  note_not_restored(passes, evidence);  // what varies by re-run is known now
   const Pass& first = evidence.explaining.pass;
   if (evidence.are_gradients_finite && have_other_norms(first.scanned, control.scanned)) {
     evidence.findings.not_restored.emplace_back(
@@ -480,26 +485,14 @@ bool run_all(std::span<const Experiment> experiments, RerunPasses& passes, Evide
 
 }  // namespace
 
-/// One gradient of this rank was bad, or none, and the re-run gave each other bit again: code that
-/// had read something else would have changed more.
-static bool differ_in_one(const std::vector<GradientScanner::Scanned>& first,
-                          const std::vector<GradientScanner::Scanned>& again) {
-  constexpr std::size_t kLeast = 3;
-  if (first.size() != again.size() || first.size() < kLeast) return false;
-  std::size_t bad = 0;
-  for (std::size_t i = 0; i < first.size(); ++i) {
-    if (first[i].parameter != again[i].parameter) return false;
-    bad += first[i].is_finite ? 0 : 1;
-    if (first[i].is_finite && first[i].fingerprint != again[i].fingerprint) return false;
-  }
-  return bad <= 1;
-}
-
 bool run_experiments(RerunPasses& passes, RerunEvidence& evidence) {
   const bool is_known = run_all(kReproducing, passes, evidence);
+  if (is_known && !evidence.is_bad_again && !evidence.is_memory_unwritten) {
+    evidence.unseen_reads = passes.step->unseen_reads();
+  }
   const TracedPass& explaining = evidence.explaining;
   Rerun& findings = evidence.findings;
-  findings.not_restored = passes.not_restored;
+  note_not_restored(passes, evidence);
   findings.without_reduction = passes.step->leaves_out_reduction();
   findings.gradients = static_cast<std::int64_t>(explaining.pass.scanned.size());
   findings.bad_parameters = explaining.pass.bad_parameters;
@@ -507,14 +500,7 @@ bool run_experiments(RerunPasses& passes, RerunEvidence& evidence) {
   findings.concurrent = explaining.concurrent;
   if (!is_known) return false;
   findings.reproduced = evidence.is_bad_again || evidence.is_memory_unwritten;
-  const bool is_complete = run_all(kExplaining, passes, evidence);
-  const bool is_same_program = differ_in_one(passes.first_pass, explaining.pass.scanned);
-  if (!*findings.reproduced && !is_same_program) {
-    if (auto unseen = passes.step->unseen_reads(); !unseen.empty()) {
-      findings.not_restored.push_back(std::move(unseen));
-    }
-  }
-  return is_complete;
+  return run_all(kExplaining, passes, evidence);
 }
 
 }  // namespace nanlocator::inline step_room

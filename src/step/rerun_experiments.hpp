@@ -20,6 +20,7 @@ struct RerunEvidence {
   // This rank's.
   TracedPass explaining;  // the pass that explains the step
   Rerun findings;         // for the ledger
+  std::string unseen_reads;  // what the program's code may read otherwise, if they are finite
 };
 
 /// Executes the step again as often as its outcomes ask for. Every rank calls it. False, on all

@@ -67,6 +67,7 @@ struct StepDriver::Impl {
   std::int64_t next_number = 1;      // of the next step
   bool is_number_held = false;       // the program itself numbers each step
   bool has_number_for_next = false;  // it has numbered the step after this one
+  bool has_begun = false;            // a step
   bool began_unrecorded = false;     // this step
   bool has_had_pass = false;         // in any step
   const Verdict* verdict = nullptr;
@@ -88,7 +89,7 @@ struct StepDriver::Impl {
     bool is_scanned = false;                // the gradients that the update will use
     bool is_agreeing = false;               // between start_agreement and finish_agreement
     bool is_agreed = false;                 // on the scanned tensors
-    std::optional<bool> is_bad;             // agreed on by `is_pass_bad`, and not yet judged
+    std::optional<bool> is_bad;             // agreed on before `end_pass`, and not yet judged
     bool is_judged = false;                 // a finding has been reported or dismissed
     bool is_update_running = false;
     bool has_ended_pass = false;
@@ -156,6 +157,7 @@ struct StepDriver::Impl {
     if (step.is_open) return;
     if (iteration) step.iteration = iteration;
     has_number_for_next = false;
+    has_begun = true;
     locator.begin_step(step.iteration.value_or(next_number));
     step.is_open = true;
     if (options().check_params) {
@@ -399,6 +401,7 @@ struct StepDriver::Impl {
 
   void end() {
     if (step.is_update_running) rerun.end_update();
+    if (!step.is_open) has_number_for_next = false;  // it was this one's
     step = {};
     began_unrecorded = false;
     rerun.begin_pass();
@@ -563,16 +566,23 @@ Decision StepDriver::set_gradient_norm(double norm) {
   return impl.agreed([&] { return impl.judge(impl.can_rerun(), impl.framework->gradients()); });
 }
 
-bool StepDriver::is_pass_bad(std::span<const LossView> losses) {
+bool StepDriver::has_bad_gradients(std::span<const LossView> losses) {
   auto& impl = *impl_;
   if (impl.is_off() || !impl.step.pass) return false;
   impl.scan_pass(losses);
+  bool has_bad_here = false, has_bad = false;
   (void)impl.agreed([&] {
     impl.step.is_bad = impl.locator.finish_agreement();
+    if (!*impl.step.is_bad) return Decision::proceed;
+    for (const GradientView& view : impl.framework->gradients()) {
+      const auto stats = scan_one(view.tensor);
+      has_bad_here |= stats && !stats->is_finite();
+    }
+    has_bad = impl.locator.is_true_anywhere(has_bad_here);
     return Decision::proceed;
   });
-  impl.locator.now_in(Activity::training);
-  return *impl.step.is_bad;
+  if (has_bad) impl.locator.now_in(Activity::training);
+  return has_bad;
 }
 
 Decision StepDriver::end_pass(std::span<const LossView> losses) {
@@ -656,7 +666,8 @@ Decision StepDriver::end_step() {
 }
 
 std::int64_t StepDriver::updates() const noexcept {
-  return impl_->locator.iteration() - (impl_->step.is_open ? 1 : 0);
+  if (impl_->step.is_open) return impl_->locator.iteration() - 1;
+  return impl_->has_begun ? impl_->locator.iteration() : impl_->next_number - 1;
 }
 
 void StepDriver::abandon() noexcept {

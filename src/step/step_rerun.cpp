@@ -156,8 +156,7 @@ static std::vector<NamedTensor> named_losses(std::span<const LossView> losses) {
 bool StepRerun::rerun_or_trace(BadStep bad) {
   auto& impl = *impl_;
   const auto& options = impl.locator.options();
-  const bool is_past_limit = impl.locator.incidents() >= options.max_incidents;
-  if (is_past_limit && options.on_bad != Policy::recover) return false;
+  if (impl.locator.is_counted_only() && options.on_bad != Policy::recover) return false;
   if (options.rerun != RerunPolicy::never && bad.can_rerun == CanRerun::yes) {
     if (impl.passes.standing) {
       impl.of_first_pass =

@@ -2,6 +2,7 @@
 
 import queue
 import signal
+import sys
 import threading
 import time
 
@@ -18,6 +19,7 @@ from nanlocator.engine.blocked_rerun import BlockedRerunError, not_blocked
 def little_patience(monkeypatch):
     monkeypatch.setattr(blocked_rerun, "_PATIENCE", 1.0)
     monkeypatch.setattr(blocked_rerun, "_BETWEEN_LOOKS", 0.1)
+    monkeypatch.setattr(blocked_rerun, "_LONGEST", 3.0)
 
 
 class Fed(nn.Module):
@@ -27,6 +29,25 @@ class Fed(nn.Module):
 
     def forward(self, x):
         return self.linear(x) / self.queue.get()
+
+
+class Polling(Fed):
+    """Takes any error for an empty queue."""
+
+    def forward(self, x):
+        while True:
+            try:
+                return self.linear(x) / self.queue.get(timeout=0.002)
+            except Exception:
+                continue
+
+
+class Refusing(Fed):
+    """Ends in an operator that refuses what the queue has given."""
+
+    def forward(self, x):
+        noise = self.queue.get()
+        return torch.multinomial((self.linear(x) + noise).softmax(0).T, 1).sum() * self.linear.weight.sum()
 
 
 class Locked(nn.Module):
@@ -50,8 +71,9 @@ def verdict_of(train, model):
         watch.remove()
 
 
-def test_a_queue_that_is_filled_once_a_step_does_not_hang_the_job():
-    model = Fed()
+@pytest.mark.parametrize(("make", "place"), [(Fed, "it stood still at"), (Polling, "it was still at")])
+def test_a_queue_that_is_filled_once_a_step_does_not_hang_the_job(make, place):
+    model = make()
 
     def train(optimizer):
         for step in range(3):
@@ -62,7 +84,23 @@ def test_a_queue_that_is_filled_once_a_step_does_not_hang_the_job():
 
     verdict = verdict_of(train, model)
     assert verdict.step == 2 and verdict.rerun.reproduced is None
-    assert any("it stood still at" in each and "in forward" in each for each in verdict.notes)
+    assert any(place in each and "in forward" in each for each in verdict.notes)
+
+
+def test_a_call_that_an_operator_has_refused_does_not_hang_the_end():
+    model = Refusing()
+    watch = nanlocator.watch(model, torch.optim.SGD(model.parameters(), 0.1))
+    model.queue.put(float("nan"))
+    begun = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError, match="probability tensor") as refused:
+            model(torch.ones(2, 4)).backward()
+        sys.last_value = refused.value
+        watch.scan_at_end()
+    finally:
+        del sys.last_value
+        watch.remove()
+    assert time.monotonic() - begun < 20
 
 
 def test_a_lock_that_the_loop_holds_does_not_hang_the_job():

@@ -72,6 +72,8 @@ class GradientLocator {
   /// finding. The same on all ranks.
   [[nodiscard]] bool is_consequence(bool are_weights_untouched);
   [[nodiscard]] std::int64_t incidents() const noexcept;  // findings, also past max_incidents
+  /// Training goes on after this step, and its finding is past max_incidents: `conclude` counts it.
+  [[nodiscard]] bool is_counted_only() const noexcept;
   [[nodiscard]] std::int64_t dismissed() const noexcept;
 
   /// Replaces the map (parameter groups added later) and writes its files again; forgets this

@@ -108,9 +108,9 @@ class StepDriver {
   /// must be the same on all ranks, and a non-finite one is judged at once.
   Decision set_gradient_norm(double norm);
   /// Backward has ended: scans the gradients that the owner has not scanned, and agrees. True if
-  /// any rank has found NaN or Inf, which `end_pass` then judges, whose losses are these. Until
-  /// then the pass goes on. At most once per pass.
-  [[nodiscard]] bool is_pass_bad(std::span<const LossView> losses);
+  /// any rank has found NaN or Inf in gradients. `end_pass`, which judges whatever was found, has
+  /// these losses then; until it is called, the pass goes on. At most once per pass.
+  [[nodiscard]] bool has_bad_gradients(std::span<const LossView> losses);
   /// Backward has ended: scans the gradients that the owner has not scanned, agrees and judges.
   Decision end_pass(std::span<const LossView> losses);
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -183,7 +184,14 @@ class Adapter:
 
 
 class Pass:
-    """Forward and backward of one step, which the engine can execute again."""
+    """Forward and backward of one step, which the engine can execute again.
+
+    Attributes:
+        begun: when the first pass did, by time.monotonic(); 0 if that is not known.
+    """
+
+    begun = 0.0
+    _took: float | None = None  # seconds, the first pass
 
     def run_again(self) -> Named:
         """Executes them from the same data; returns the losses."""
@@ -191,7 +199,9 @@ class Pass:
 
     def run_unblocked(self) -> Named:
         """``run_again``, which fails if it waits for something that does not come a second time."""
-        with not_blocked():
+        if self._took is None:
+            self._took = time.monotonic() - self.begun if self.begun else 0.0
+        with not_blocked(self._took):
             return self.run_again()
 
     def clear_gradients(self) -> None:
@@ -394,13 +404,14 @@ class Driver(_EngineDriver):
 
     def begin_pass(self, step_pass: Pass, iteration: int | None = None) -> None:
         self._step_pass = weakref.ref(step_pass)  # the engine keeps it
+        step_pass.begun = time.monotonic()
         self._engine.begin_pass(step_pass, iteration)
         if self.boundaries is not None:
             self._scanning.enter_context(self.boundaries.watching())
 
-    def is_pass_bad(self, losses: Sequence[_C.LossView]) -> bool:
+    def has_bad_gradients(self, losses: Sequence[_C.LossView]) -> bool:
         self._scanning.close()
-        return self._engine.is_pass_bad(losses)
+        return self._engine.has_bad_gradients(losses)
 
     def end_pass(self, losses: Sequence[_C.LossView]) -> _C.Decision:
         self._scanning.close()

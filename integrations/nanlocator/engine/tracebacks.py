@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.hooks import points
@@ -20,12 +20,18 @@ class CleanTracebacks:
     """Until ``remove``, uncaught exceptions of the program are printed without our frames. An error that
     arises in this package keeps them."""
 
+    _left: ClassVar[list["CleanTracebacks"]] = []  # removed while an error was about to be printed
+
     def __init__(self) -> None:
+        while CleanTracebacks._left:
+            CleanTracebacks._left.pop()._patches.remove()
         self._patches = Patches(__name__)
         self._patches.wrap(points.EXCEPT_HOOK, _print)
 
     def remove(self) -> None:
-        if not isinstance(sys.exc_info()[1], NonFiniteGradientError):  # it is about to be printed
+        if isinstance(sys.exc_info()[1], NonFiniteGradientError):
+            CleanTracebacks._left.append(self)
+        else:
             self._patches.remove()
 
 

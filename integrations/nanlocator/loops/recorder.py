@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nanlocator import _C
 from nanlocator.calls.modules import class_name
+from nanlocator.engine.blocked_rerun import not_blocked
 from nanlocator.engine.driver import Named
 from nanlocator.engine.this_rank import is_distributed, log
 from nanlocator.hooks import points
@@ -104,6 +105,7 @@ class StepRecorder:
         self._is_in_module = False  # the outermost of them is a module's call
         self.is_in_backward = False  # a backward into the leaves' gradients is running
         self.has_seen_other_thread = False  # which calls a watched module
+        self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # called there, and not watched
         self.has_update = False  # an optimizer has stepped within the current or latest backward
         self.has_gradients = False  # gradients were written in this step
         self.has_only_broken = False  # by backwards that an error ended, and by no other
@@ -220,9 +222,11 @@ class StepRecorder:
         return call
 
     def _note_other_thread(self, module: nn.Module) -> None:
-        if self.has_seen_other_thread or not torch.is_grad_enabled():
+        if self.has_seen_other_thread or not torch.is_grad_enabled() or module in self._others:
             return
-        if not self._parameters.isdisjoint(held_parameters([module])):
+        if self._parameters.isdisjoint(held_parameters([module])):
+            self._others.add(module)
+        else:
             self.has_seen_other_thread = True
             log(
                 f"{class_name(module)} is called on another thread than nanlocator.watch was: its steps are "
@@ -624,6 +628,7 @@ class StepRecorder:
             with contextlib.ExitStack() as buffers:
                 for module in called | broken.modules:
                     buffers.enter_context(_restoring_buffers(module))
+                buffers.enter_context(not_blocked())
                 return [tensor for _, tensor in self.run_again() if is_bad(tensor)]
         except Exception:  # it cannot be executed again
             return []

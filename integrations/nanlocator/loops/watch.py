@@ -102,8 +102,6 @@ def watch(
     """
     refuse_owned([], [optimizer])  # DeepSpeed's own optimizers are not torch's
     models, optimizers = named_models(model), _listed(optimizer, Optimizer)
-    if (before := Watch.latest()) is not None:
-        before.give_way_to(models)
     watch = Watch(models, optimizers, options)
     watch.follow_later_optimizers()
     if step is not None:
@@ -139,6 +137,8 @@ class Watch(Locator):
         self._adapter.why_no_pass = "no call of a watched model was recorded in it"
         self._adapter.loss_scale = weakly(self._loss_scale)
         self._scaler: GradScaler | None = None
+        if (before := Watch.latest()) is not None:
+            before.give_way_to(models)
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
         self._driver.compare_names()
         self._own_code = weakly(self._driver.own_code)
@@ -392,8 +392,7 @@ class Watch(Locator):
                 self._driver.scan("params_after", _UPDATED, "weight", *self._adapter.weights_now())
             losses = self._loss_views()
             may_defer = may_defer and self._stops and not self._adds_after_norm
-            if may_defer and self._driver.is_pass_bad(losses):
-                self._defer()
+            if may_defer and self._driver.has_bad_gradients(losses) and self._defer():
                 return
             self._loop.decision = self._driver.end_pass(losses)
         self._forget_kept()
@@ -619,17 +618,20 @@ class Watch(Locator):
         self._norm = norm if float(norm_type) == 2.0 else None
         return norm
 
-    def _defer(self) -> None:
+    def _defer(self) -> bool:
         """A norm of bad gradients stops the program only where it uses them: it may look at the norm itself,
         and leave the update out. Until then they are kept as they are now: it may clip, mend or clear them.
-        On all ranks alike, as they have agreed that some are bad."""
-        self._is_deferred = True
-        self._bad_gradients = {p: p.grad for p in self._adapter.tensors if p.grad is not None}
+        On all ranks alike, as they have agreed that some are bad. False if they do not fit into memory."""
+        bad = {p: p.grad for p in self._adapter.tensors if p.grad is not None}
+        try:
+            self._adapter.kept_gradients = {id(p): gradient.detach().clone() for p, gradient in bad.items()}
+        except torch.OutOfMemoryError:
+            return False
         changed = set(self._recorder.changed_after_backward())
-        self._as_written = [p for p in self._bad_gradients if p not in changed]
-        self._adapter.kept_gradients = {
-            id(p): gradient.detach().clone() for p, gradient in self._bad_gradients.items()
-        }
+        self._as_written = [p for p in bad if p not in changed]
+        self._bad_gradients = bad
+        self._is_deferred = True
+        return True
 
     def _end_deferred(self, used: Iterable[torch.Tensor], *, may_rerun: bool = False) -> None:
         """The program goes on after a norm of bad gradients. Stops it if it uses them, unless they were bad
