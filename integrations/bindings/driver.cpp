@@ -72,10 +72,11 @@ void bind_step(py::class_<StepDriver, OwnedDriver>& driver) {
             return released([&] { return d.set_gradient_norm(norm); });
           },
           "norm"_a)
+      .def("allow_going_on", &StepDriver::allow_going_on)
       .def(
-          "has_bad_gradients",
+          "may_go_on",
           [](StepDriver& d, const std::vector<LossView>& losses) {
-            return released([&] { return d.has_bad_gradients(losses); });
+            return released([&] { return d.may_go_on(losses); });
           },
           "losses"_a)
       .def(

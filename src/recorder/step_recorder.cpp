@@ -657,8 +657,10 @@ bool StepRecorder::is_like_losses(const at::Tensor& tensor, bool in_function) {
 }
 
 std::vector<at::Tensor> StepRecorder::unfinished() const {
-  std::unordered_set<const RecordedEvent*> used;
-  for (const auto& event : needed()) used.insert(event.get());
+  std::unordered_set<const RecordedEvent*> used;  // not by a collective: it may measure the loss
+  for (const auto& event : reached_from(impl_->roots, &RecordedEvent::Data::needs)) {
+    used.insert(event.get());
+  }
   std::vector<std::pair<at::Tensor, const RecordedEvent*>> waiting;
   for (const auto& [address, known] : impl_->known) {
     at::Tensor tensor(known.tensor.lock());

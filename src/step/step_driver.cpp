@@ -68,6 +68,7 @@ struct StepDriver::Impl {
   bool is_number_held = false;       // the program itself numbers each step
   bool has_number_for_next = false;  // it has numbered the step after this one
   bool has_begun = false;            // a step
+  bool may_go_on = false;            // after bad gradients
   bool began_unrecorded = false;     // this step
   bool has_had_pass = false;         // in any step
   const Verdict* verdict = nullptr;
@@ -89,7 +90,8 @@ struct StepDriver::Impl {
     bool is_scanned = false;                // the gradients that the update will use
     bool is_agreeing = false;               // between start_agreement and finish_agreement
     bool is_agreed = false;                 // on the scanned tensors
-    std::optional<bool> is_bad;             // agreed on before `end_pass`, and not yet judged
+    std::optional<bool> is_bad;             // agreed on by `may_go_on`, and not yet judged
+    bool goes_on = false;                   // all the same, on all ranks, until `end_pass`
     bool is_judged = false;                 // a finding has been reported or dismissed
     bool is_update_running = false;
     bool has_ended_pass = false;
@@ -243,7 +245,7 @@ struct StepDriver::Impl {
     const auto& [can, why_not] = rerunnable;
     const bool are_gradients = can != CanRerun::weights_have_moved;
     step.is_judged = true;
-    step.is_discarded = !locator.is_true_anywhere(!step.is_discarded);
+    if (step.goes_on) step.is_discarded = !locator.is_true_anywhere(!step.is_discarded);
     if (are_gradients) {  // the optimizer has not changed the weights since
       const auto weights = framework->weights();
       if (!weights.empty()) {
@@ -334,12 +336,32 @@ struct StepDriver::Impl {
     return decision;
   }
 
+  /// True if something is bad on any rank. If ranks may go on in spite of it, they learn that this
+  /// one does not.
+  bool finish_agreement_at_once() {
+    const bool is_bad = locator.finish_agreement();
+    if (is_bad && may_go_on && step.pass) (void)locator.is_true_anywhere(true);
+    return is_bad;
+  }
+
+  /// The same if this rank would go on: true only if each rank would, and any has bad gradients.
+  bool finish_agreement_and_go_on() {
+    step.is_bad = locator.finish_agreement();
+    if (!*step.is_bad || locator.is_true_anywhere(false)) return false;
+    const auto gradients = framework->gradients();
+    const bool has_bad = std::ranges::any_of(gradients, [](const GradientView& view) {
+      const auto stats = scan_one(view.tensor);
+      return stats && !stats->is_finite();
+    });
+    return locator.is_true_anywhere(has_bad);
+  }
+
   template <typename IsRoutine>
   Decision finish_agreement(const IsRoutine& is_routine) {
     return agreed([&] {
       step.is_agreeing = false;
       step.is_agreed = true;
-      if (!(step.is_bad ? *step.is_bad : locator.finish_agreement())) return Decision::proceed;
+      if (!(step.is_bad ? *step.is_bad : finish_agreement_at_once())) return Decision::proceed;
       if (is_routine()) {
         step.is_judged = true;
         locator.dismiss();
@@ -566,23 +588,20 @@ Decision StepDriver::set_gradient_norm(double norm) {
   return impl.agreed([&] { return impl.judge(impl.can_rerun(), impl.framework->gradients()); });
 }
 
-bool StepDriver::has_bad_gradients(std::span<const LossView> losses) {
+void StepDriver::allow_going_on() noexcept {
+  impl_->may_go_on = true;
+}
+
+bool StepDriver::may_go_on(std::span<const LossView> losses) {
   auto& impl = *impl_;
   if (impl.is_off() || !impl.step.pass) return false;
   impl.scan_pass(losses);
-  bool has_bad_here = false, has_bad = false;
   (void)impl.agreed([&] {
-    impl.step.is_bad = impl.locator.finish_agreement();
-    if (!*impl.step.is_bad) return Decision::proceed;
-    for (const GradientView& view : impl.framework->gradients()) {
-      const auto stats = scan_one(view.tensor);
-      has_bad_here |= stats && !stats->is_finite();
-    }
-    has_bad = impl.locator.is_true_anywhere(has_bad_here);
+    impl.step.goes_on = impl.finish_agreement_and_go_on();
     return Decision::proceed;
   });
-  if (has_bad) impl.locator.now_in(Activity::training);
-  return has_bad;
+  if (impl.step.goes_on) impl.locator.now_in(Activity::training);
+  return impl.step.goes_on;
 }
 
 Decision StepDriver::end_pass(std::span<const LossView> losses) {

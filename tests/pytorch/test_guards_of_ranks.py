@@ -1,5 +1,5 @@
-"""What a program with several ranks does itself about a norm that is not finite. Unedited scripts under the
-launcher: one rank's data makes a module divide zero by zero in the steps 3 and 5."""
+"""What a program with several ranks does itself about a norm, or a loss, that is not finite. Unedited scripts
+under the launcher: one rank's data makes a module divide zero by zero in the steps 3 and 5."""
 
 import json
 import os
@@ -40,6 +40,9 @@ model = {wrap}
 torch.manual_seed(rank)
 optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 
+def check(loss):
+    pass
+
 def train(guard, zeroes_late=False):
     for step in range(1, 8):
         if not zeroes_late:
@@ -47,6 +50,7 @@ def train(guard, zeroes_late=False):
         loss = model(torch.rand(6, 8), rank == 1 and step in (3, 5)).square().mean()
         if zeroes_late:
             optimizer.zero_grad()
+        check(loss)
         loss.backward()
         guard(step)
 
@@ -76,10 +80,27 @@ def guard(step):
 
 train(guard)
 """
+REDUCES = """
+def check(loss):
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    if not mean.isfinite():
+        {end}
+
+train(lambda step: optimizer.step())
+"""
 SPLITS = """
 def guard(step):
     if norm_of().isfinite() or rank == {rank}:
         optimizer.step()
+
+train(guard)
+"""
+LOGS = """
+def guard(step):
+    if rank == {rank}:
+        print(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+    optimizer.step()
 
 train(guard)
 """
@@ -125,9 +146,10 @@ def test_a_step_that_all_ranks_leave_out_is_told_and_stops_nothing(wrap, how):
 
 @pytest.mark.host
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("end", ["raise RuntimeError(f'bad norm {norm}')", "sys.exit(3)"])
-def test_a_step_for_which_all_ranks_end_is_located(wrap, end):
-    ended = torchrun(ENDS.format(end=end), wrap, "-m", "nanlocator")
+@pytest.mark.parametrize("script", [ENDS, REDUCES], ids=["norm", "reduced loss"])
+@pytest.mark.parametrize("end", ["raise RuntimeError('not finite')", "sys.exit(3)"])
+def test_a_step_for_which_all_ranks_end_is_located(wrap, script, end):
+    ended = torchrun(script.format(end=end), wrap, "-m", "nanlocator")
     assert ended.returncode != 0
     found = verdict()
     (origin,) = found["origins"]
@@ -136,10 +158,11 @@ def test_a_step_for_which_all_ranks_end_is_located(wrap, end):
 
 
 @pytest.mark.host
+@pytest.mark.parametrize("script", [SPLITS, LOGS], ids=["leaves out", "logs"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_step_that_one_rank_leaves_out_stops_all(rank):
+def test_what_one_rank_alone_does_about_a_norm_stops_all(script, rank):
     begun = time.monotonic()
-    stopped = torchrun(SPLITS.format(rank=rank), "ddp", "-m", "nanlocator")
+    stopped = torchrun(script.format(rank=rank), "ddp", "-m", "nanlocator")
     assert stopped.returncode != 0 and time.monotonic() - begun < 60
     found = verdict()
     assert found["iteration"] == 3 and not found["job"]["is_discarded"]

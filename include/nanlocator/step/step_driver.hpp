@@ -107,10 +107,12 @@ class StepDriver {
   /// The norm from the framework's clip. Set before the agreement, it is agreed on; set later, it
   /// must be the same on all ranks, and a non-finite one is judged at once.
   Decision set_gradient_norm(double norm);
-  /// Backward has ended: scans the gradients that the owner has not scanned, and agrees. True if
-  /// any rank has found NaN or Inf in gradients. `end_pass`, which judges whatever was found, has
-  /// these losses then; until it is called, the pass goes on. At most once per pass.
-  [[nodiscard]] bool has_bad_gradients(std::span<const LossView> losses);
+  /// `may_go_on` will be called in some steps. On all ranks alike, before the first step.
+  void allow_going_on() noexcept;
+  /// Backward has ended: scans the gradients that the owner has not scanned, and agrees. True if any
+  /// rank has bad gradients, and each has called this: they are judged in `end_pass`, which may come
+  /// later; until then the pass goes on. `end_pass` has these losses. At most once per pass.
+  [[nodiscard]] bool may_go_on(std::span<const LossView> losses);
   /// Backward has ended: scans the gradients that the owner has not scanned, agrees and judges.
   Decision end_pass(std::span<const LossView> losses);
 

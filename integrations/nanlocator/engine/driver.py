@@ -409,9 +409,13 @@ class Driver(_EngineDriver):
         if self.boundaries is not None:
             self._scanning.enter_context(self.boundaries.watching())
 
-    def has_bad_gradients(self, losses: Sequence[_C.LossView]) -> bool:
+    def allow_going_on(self) -> None:
+        """Lets the program use its gradients' norm before bad ones are judged (``may_go_on``)."""
+        self._engine.allow_going_on()
+
+    def may_go_on(self, losses: Sequence[_C.LossView]) -> bool:
         self._scanning.close()
-        return self._engine.has_bad_gradients(losses)
+        return self._engine.may_go_on(losses)
 
     def end_pass(self, losses: Sequence[_C.LossView]) -> _C.Decision:
         self._scanning.close()

@@ -141,6 +141,8 @@ class Watch(Locator):
             before.give_way_to(models)
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
         self._driver.compare_names()
+        if resolved.on_bad == "stop":
+            self._driver.allow_going_on()
         self._own_code = weakly(self._driver.own_code)
         self._recorder = StepRecorder(self._adapter.tensors, self, resolved.recorded_bytes)
         self._driver.add_state("the weights", WeightsState(self._recorder))
@@ -392,7 +394,7 @@ class Watch(Locator):
                 self._driver.scan("params_after", _UPDATED, "weight", *self._adapter.weights_now())
             losses = self._loss_views()
             may_defer = may_defer and self._stops and not self._adds_after_norm
-            if may_defer and self._driver.has_bad_gradients(losses) and self._defer():
+            if may_defer and self._driver.may_go_on(losses) and self._defer():
                 return
             self._loop.decision = self._driver.end_pass(losses)
         self._forget_kept()
@@ -470,43 +472,48 @@ class Watch(Locator):
         )
         if is_told_otherwise or not self._recorder.is_outside():
             return
+        may_refuse = error is not None and may_refuse_values(error)
         try:
+            is_together = self._do_all_end(may_refuse or (error is None and has_failed))
+            has_bad_loss = False
             if self._driver.is_in_pass:
                 waiting = self._recorder.unfinished()
                 if error is None:
                     waiting = self._recorder.like_losses(waiting, in_function=True)
                 has_bad_loss = self._has_bad_loss(waiting)
-            elif error is None or not may_refuse_values(error):
-                return
-            else:
-                has_bad_loss = False
+            elif may_refuse or is_together:
                 self._begin()  # a rollout is between two steps
-            is_left = self._is_unseen and (
-                not self._recorder.has_only_broken or error is None or may_refuse_values(error)
-            )
-            if not (has_bad_loss or self._is_of_bad_values(error) or is_left):
-                return
-            if not self._do_all_end():
-                self._scan_alone("the program ended" if error is None else first_line(error))
             else:
-                if error is not None:
-                    self._driver.locator.add_standing_note(f"The program ended by {first_line(error)}")
-                if self._is_deferred and error is None and not has_failed:
-                    self._end_deferred([], may_rerun=True)
-                else:
-                    self._end_pass()
+                return
+            is_left = self._is_unseen and (
+                not self._recorder.has_only_broken or error is None or may_refuse
+            )
+            is_bad = has_bad_loss or self._is_of_bad_values(error) or is_left
+            if not (is_bad or is_together):
+                return
+            if self._driver.connection is not None and not is_together:
+                self._scan_alone("the program ended" if error is None else first_line(error))
+                return
+            if error is not None:
+                self._driver.locator.add_standing_note(f"The program ended by {first_line(error)}")
+            if self._is_deferred and error is None and not has_failed:
+                self._end_deferred([], may_rerun=True)
+            else:
+                self._end_pass()
         except NonFiniteGradientError:
             pass  # already printed
         except Exception as failure:  # a device that has failed, which the program knows
             print(f"nanlocator: the last step could not be scanned: {failure}", file=sys.stderr, flush=True)
 
-    def _do_all_end(self) -> bool:
-        """Whether all ranks are here. They are after a norm that all have seen to be bad, if the program ends
-        for that."""
-        if self._driver.connection is None:
-            return True
-        name = f"the end of step {self._driver.step_number} of {self.run_dir}"
-        return self._is_deferred and meet(name, _END_TOGETHER)
+    def _do_all_end(self, may_be_for_values: bool) -> bool:
+        """Whether all of several ranks are here. They may be if the program ends for what all have seen: a
+        bad norm, a loss that it has reduced over the ranks."""
+        if self._driver.connection is None or not (self._is_deferred or may_be_for_values):
+            return False
+        try:
+            return meet(f"the end of step {self._driver.step_number} of {self.run_dir}", _END_TOGETHER)
+        except Exception:  # the Store has gone with its rank
+            return False
 
     @property
     def _is_training(self) -> bool:
@@ -621,7 +628,7 @@ class Watch(Locator):
     def _defer(self) -> bool:
         """A norm of bad gradients stops the program only where it uses them: it may look at the norm itself,
         and leave the update out. Until then they are kept as they are now: it may clip, mend or clear them.
-        On all ranks alike, as they have agreed that some are bad. False if they do not fit into memory."""
+        On all ranks alike, as they have agreed on it. False if they do not fit into memory."""
         bad = {p: p.grad for p in self._adapter.tensors if p.grad is not None}
         try:
             self._adapter.kept_gradients = {id(p): gradient.detach().clone() for p, gradient in bad.items()}
@@ -855,7 +862,8 @@ class Watch(Locator):
 
     def _are_discarded(self, zeroed: list[torch.Tensor]) -> bool:
         """The program has looked at this step's gradients, keeps none of them, and now zeroes them all."""
-        if not (self._is_deferred or self._recorder.has_checked_gradients):
+        has_looked = self._driver.connection is None and self._recorder.has_checked_gradients
+        if not (self._is_deferred or has_looked):
             return False
         written = [p for p in self._adapter.tensors if p.grad is not None]
         ours = int(self._is_deferred)  # references, in `_bad_gradients`
