@@ -18,8 +18,8 @@ struct RerunEvidence {
   bool are_gradients_finite = false;  // of the latest pass, which was not traced
 
   // This rank's.
-  TracedPass explaining;  // the pass that explains the step
-  Rerun findings;         // for the ledger
+  TracedPass explaining;     // the pass that explains the step
+  Rerun findings;            // for the ledger
   std::string unseen_reads;  // what the program's code may read otherwise, if they are finite
 };
 

@@ -1,5 +1,6 @@
-// What another rank sends through the Store, or a file of one rank: after its first byte, which says
-// what it is, any text. Either a FormatError, or something that is written again as it was read.
+// What another rank sends through the Store, or a file of one rank: after its first byte, which
+// says what it is, any text. Either a FormatError, or something that is written again as it was
+// read.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -22,7 +23,8 @@ void read_and_write_again(const std::string& text, const Read& read, const Write
 void read_message(char kind, const std::string& text) {
   switch (kind) {
     case 'v':  // rank 0's
-      read_and_write_again(text, verdict_from_json, [](const Verdict& each) { return to_json(each); });
+      read_and_write_again(text, verdict_from_json,
+                           [](const Verdict& each) { return to_json(each); });
       break;
     case 'q':
       read_and_write_again(text, peer_question_from_json,

@@ -1,7 +1,8 @@
-// A run folder of any files: either an Error, or a report whose text has no control character, whose
-// verdict is written again as it was read, and whose page ends its scripts itself.
+// A run folder of any files: either an Error, or a report whose text has no control character,
+// whose verdict is written again as it was read, and whose page ends its scripts itself.
 //
-// The input: files, each after a line "%%FILE name"; one verdict.json, or ledgers, histories and maps.
+// The input: files, each after a line "%%FILE name"; one verdict.json, or ledgers, histories and
+// maps.
 #include <unistd.h>
 
 #include <cstddef>
@@ -53,7 +54,8 @@ void write_files(std::string_view text) {
     const std::string_view name = text.substr(0, end);
     text.remove_prefix(end);
     at = text.find(kMark);
-    if (is_plain_name(name)) std::ofstream(scratch() / name, std::ios::binary) << text.substr(0, at);
+    if (is_plain_name(name))
+      std::ofstream(scratch() / name, std::ios::binary) << text.substr(0, at);
   }
 }
 

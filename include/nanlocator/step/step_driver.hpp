@@ -109,9 +109,9 @@ class StepDriver {
   Decision set_gradient_norm(double norm);
   /// `may_go_on` will be called in some steps. On all ranks alike, before the first step.
   void allow_going_on() noexcept;
-  /// Backward has ended: scans the gradients that the owner has not scanned, and agrees. True if any
-  /// rank has bad gradients, and each has called this: they are judged in `end_pass`, which may come
-  /// later; until then the pass goes on. `end_pass` has these losses. At most once per pass.
+  /// Backward has ended: scans the gradients that the owner has not scanned, and agrees. True if
+  /// any rank has bad gradients, and each has called this: they are judged in `end_pass`, which may
+  /// come later; until then the pass goes on. `end_pass` has these losses. At most once per pass.
   [[nodiscard]] bool may_go_on(std::span<const LossView> losses);
   /// Backward has ended: scans the gradients that the owner has not scanned, agrees and judges.
   Decision end_pass(std::span<const LossView> losses);

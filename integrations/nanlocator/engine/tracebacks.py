@@ -23,9 +23,9 @@ class CleanTracebacks:
     _left: ClassVar[list["CleanTracebacks"]] = []  # removed while an error was about to be printed
 
     def __init__(self) -> None:
+        self._patches = Patches(__name__)
         while CleanTracebacks._left:
             CleanTracebacks._left.pop()._patches.remove()
-        self._patches = Patches(__name__)
         self._patches.wrap(points.EXCEPT_HOOK, _print)
 
     def remove(self) -> None:
