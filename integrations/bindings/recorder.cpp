@@ -158,6 +158,7 @@ void bind_recorder(py::module_& m) {
           },
           "payload"_a, "roots"_a)
       .def_property_readonly("backwards", &StepRecorder::backwards)
+      .def("has_read", &StepRecorder::has_read, "tensor"_a)
       .def("unfinished", &StepRecorder::unfinished)
       .def("take_read", &StepRecorder::take_read)
       .def(

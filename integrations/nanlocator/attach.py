@@ -33,6 +33,7 @@ from nanlocator.engine.options import resolve_options
 from nanlocator.engine.this_rank import is_distributed, log, log_once
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
+from nanlocator.loops.loaded_batches import LoadedBatches
 from nanlocator.loops.optimizer import LocatingOptimizer
 from nanlocator.loops.plain import held_parameters, parameters_of
 from nanlocator.loops.watch import Watch
@@ -69,6 +70,7 @@ class Attachment:
         self._meetings = 0  # of all ranks
         self._is_alone = False  # one of them has failed
         self._follow_new_optimizers()
+        self._batches = LoadedBatches()
         self._files = CheckpointFiles(lambda: None, lambda: ())  # until a watch follows them itself
         megatron_scripts.follow()
         deepspeed_scripts.follow()
@@ -214,7 +216,7 @@ class Attachment:
         trains_copies = bool(differentiated)  # the program keeps float32 copies of the parameters
         models = models or _roots_of(differentiated) or {"": nn.Module()}  # bare parameters
         try:
-            self.watch = Watch(models, optimizers, {}, trains_copies=trains_copies)
+            self.watch = Watch(models, optimizers, {}, trains_copies=trains_copies, batches=self._batches)
         except (_C.Error, OSError) as error:
             log(f"not attached: {error}")
             return False

@@ -45,6 +45,11 @@ class Locator {
     judge_collective_results(incident, verdict_.origins);
     judge_races(incident, verdict_.rerun, verdict_.origins);
     for (Origin& origin : verdict_.origins) {
+      if (auto samples = samples_of(incident, origin)) {
+        const bool is_of_loader = !samples->text.empty();  // as the data set gave it
+        if (origin.detail == Detail::unrecorded && is_of_loader) origin.detail = Detail::none;
+        origin.facts.push_back(*std::move(samples));
+      }
       complete(origin);
       if (auto rate = learning_rate_of(incident, origin)) origin.facts.push_back(*std::move(rate));
     }

@@ -193,6 +193,32 @@ std::optional<Fact> weights_gathered_unseen(const Incident& incident,
   return fact;
 }
 
+std::optional<Fact> samples_of(const Incident& incident, const Origin& origin) {
+  constexpr std::string_view kBegin = "samples ", kBad = "; NaN or Inf in ";
+  constexpr std::size_t kMost = 3;
+  const bool is_of_step = origin.phase >= Phase::forward && origin.phase <= Phase::backward;
+  if (!is_of_step || origin.candidates.empty()) return std::nullopt;
+  const int rank = origin.candidates.front();
+  const RankEvidence* const evidence = incident.find(rank);
+  if (evidence == nullptr) return std::nullopt;
+  Fact fact{.kind = FactKind::samples, .ranks = {rank}};
+  std::size_t batches = 0;
+  for (const Microbatch& microbatch : evidence->ledger().microbatches) {
+    for (const std::string& line : microbatch.tensors) {
+      if (!line.starts_with(kBegin)) continue;
+      const auto bad = line.find(kBad);
+      const auto of = line.rfind(" of ", bad);
+      if (bad != line.npos && of != line.npos && fact.text.empty()) {
+        fact.text = "sample " + line.substr(bad + kBad.size()) + line.substr(of, bad - of);
+      }
+      if (++batches <= kMost) fact.names.push_back(line);
+    }
+  }
+  if (batches == 0) return std::nullopt;
+  if (batches > kMost) fact.names.push_back(std::to_string(batches - kMost) + " more batches");
+  return fact;
+}
+
 std::string place_of(const Origin& origin) {
   return origin.module + " in " + std::string(name_of(origin.phase));
 }

@@ -46,6 +46,10 @@ namespace nanlocator::inline locate_room {
 /// overflow of the model or of the gradient's norm, a divergence.
 [[nodiscard]] std::optional<Fact> learning_rate_of(const Incident& incident, const Origin& origin);
 
+/// The samples of a data set that the step has read on the origin's rank, where a DataLoader gave
+/// them out: what may have caused it, also where the code is at fault.
+[[nodiscard]] std::optional<Fact> samples_of(const Incident& incident, const Origin& origin);
+
 /// "layers.3.norm in backward".
 [[nodiscard]] std::string place_of(const Origin& origin);
 /// For a fault in several places: adds `where` to `first`'s one fact of this kind, or creates it.

@@ -675,6 +675,20 @@ std::vector<at::Tensor> StepRecorder::unfinished() const {
   return tensors;
 }
 
+bool StepRecorder::has_read(const at::Tensor& tensor) const {
+  const auto* const found = impl_->find(tensor);
+  return std::ranges::any_of(needed(), [&](const auto& event) {
+    if (found != nullptr && found->event == event) return true;
+    return std::ranges::any_of(event->data().tensors, [&](const RecordedInput& input) {
+      if (!input.kept.defined() || !has_memory(input.kept) || !has_memory(tensor)) return false;
+      const bool is_alike = input.kept.sizes() == tensor.sizes() &&
+                            input.kept.dtype() == tensor.dtype() &&
+                            input.kept.device() == tensor.device();
+      return input.kept.is_alias_of(tensor) || (is_alike && have_same_bits(input.kept, tensor));
+    });
+  });
+}
+
 std::string StepRecorder::problem() const {
   if (!impl_->standing_problem.empty()) return impl_->standing_problem;
   for (const auto& event : needed()) {

@@ -828,13 +828,21 @@ std::vector<std::string> steps_text(const Origin& origin) {
     case Action::choose_before: {
       const auto names = argument_names_of(origin);
       const std::string argument = names.empty() ? "x" : names.front();
-      return {
-          "replace such values before " + operation +
-              (origin.phase == Phase::backward ? "" : with_operands(origin)) +
-              ": torch.where(keep, " + argument + ", " + safe_argument_of(origin) +
-              ") instead of " + argument + ", where keep is false for what the loss leaves out",
+      const std::string replaced =
+          "before " + operation + (origin.phase == Phase::backward ? "" : with_operands(origin)) +
+          ": torch.where(keep, " + argument + ", " + safe_argument_of(origin) + ") instead of " +
+          argument + ", where keep is false for ";
+      const std::string unhelpful =
           "torch.where or a mask after it does not help: its derivative multiplies by zero, and "
-          "zero times NaN or Inf is NaN"};
+          "zero times NaN or Inf is NaN";
+      const bool may_be_used = origin.tensor && origin.tensor->nan == 0;  // 1 / Inf is 0
+      if (!may_be_used) {
+        return {"replace such values " + replaced + "what the loss leaves out", unhelpful};
+      }
+      return {"if the loss leaves such values out (torch.where, a mask), replace them " + replaced +
+                  "those; " + unhelpful,
+              "if it uses them (dividing by Inf gives 0), find what made " + argument +
+                  " so, or bound it before " + operation};
     }
     case Action::guard_slope:  // the operands are those of the backward operator
       return {"the slope of " + operation + " is infinite at " +

@@ -120,7 +120,12 @@ std::string loaded_text(const Verdict& verdict) {
   }
   if (decision.is_to_check) {
     const bool is_down = decision.kind == DecisionKind::do_not_restart;
-    return "run " + all + " (weights and optimizer) and LOAD the newest that it finds finite" +
+    const bool is_unknown = folder.empty() && (!verdict.launch || verdict.launch->loaded.empty());
+    const std::string where =
+        is_unknown ? "this run was not seen to load or save one; FOLDER is in the job's script: "
+                   : "";
+    return where + "run " + all +
+           " (weights and optimizer) and LOAD the newest that it finds finite" +
            (is_down ? "; if there is none: start from the beginning"
             : ranks_to_look_at(verdict).empty()
                 ? "; if there is none, or only " + loaded_by_run(verdict) +
@@ -141,7 +146,7 @@ std::string loaded_text(const Verdict& verdict) {
              garbage;
     }
     if (file->is_finite == true) {
-      return load + ": all of its tensors were read and are finite" + garbage_text(verdict);
+      return load + ": everything in it was read and is finite" + garbage_text(verdict);
     }
     return load + ", once " + check_command(path) +
            " finds it finite, else the one before; if none is: start from the beginning" +

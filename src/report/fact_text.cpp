@@ -686,6 +686,8 @@ std::string plain_text(const Fact& fact) {
                                    ", and the update is 0 / 0 where the second moment is 0";
     case written_by_program:
       return "the program itself had written to it since the update before (p.data, p.copy_)";
+    case samples:
+      return "the step read " + joined(fact.names);
     case bad_at_start:
       return "it was so when the first step began, and nothing has written to it since";
     case optimizer_copy_finite:

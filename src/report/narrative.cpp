@@ -128,8 +128,8 @@ std::string reached_of(const Verdict& verdict, const Origin& origin) {
   if (spread.parameters.empty()) return "";
   const bool is_discarded = has_fact(origin.facts, FactKind::discarded);
   return std::string(is_discarded
-                         ? "; the loss leaves these values out and is finite, but their backward "
-                           "reached the gradients of "
+                         ? "; the loss is finite all the same, but their backward reached the "
+                           "gradients of "
                          : "; it reached the gradients of ") +
          count_text(spread.parameters.size(), "parameter") +
          (spread.ranks.size() > 1 ? " on " + count_text(spread.ranks.size(), "rank") : "");
@@ -418,7 +418,9 @@ const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
 std::vector<std::string> next_of(const Verdict& verdict, const Origin& origin) {
   const CheckpointFile* const loaded = loaded_and_read(verdict, origin);
   if (loaded == nullptr || origin.cause != Cause::bad_weight) return steps_text(origin);
-  if (has_fact(origin.facts, FactKind::bad_at_start)) return steps_text(origin);
+  if (loaded->is_finite == true && has_fact(origin.facts, FactKind::bad_at_start)) {
+    return steps_text(origin);
+  }
   return {with_checked_updates(loaded->is_finite == true ? loaded->name
                                                          : "the one before " + loaded->name)};
 }
@@ -628,6 +630,16 @@ std::string values_here_of(const Origin& origin) {
 }
 
 /// The most telling sentences of the evidence that the block has not said.
+/// Maxima of the steps before that explain nothing: of values that did not grow.
+bool is_of_usual_size(const Origin& origin, const Fact& fact) {
+  constexpr double kGrown = 10;
+  const bool is_of_size =
+      fact.kind == FactKind::weight_maxima || fact.kind == FactKind::gradient_maxima ||
+      fact.kind == FactKind::weights_magnitude || fact.kind == FactKind::large_weight;
+  if (!is_of_size || origin.cause != Cause::operator_undefined) return false;
+  return fact.values.size() < 2 || fact.values.back().second < kGrown * fact.values.front().second;
+}
+
 std::vector<std::string> reasons_of(const Origin& origin) {
   constexpr std::size_t kMost = 2;
   // Said in the rows above, or of use only with all other evidence.
@@ -656,6 +668,7 @@ std::vector<std::string> reasons_of(const Origin& origin) {
                                    FactKind::learning_rate,
                                    FactKind::optimizer_state_bad,
                                    FactKind::bad_at_start,
+                                   FactKind::samples,
                                    FactKind::discarded};
   std::vector<std::string> reasons;
   for (const Fact& fact : ordered_facts(origin)) {
@@ -677,7 +690,7 @@ std::vector<std::string> reasons_of(const Origin& origin) {
         fact.kind == FactKind::made_before_pass && was_there(origin);
     const bool is_left_out = is_said_or_other || is_of_before || is_of_copies || is_of_memory ||
                              is_of_any_sum || place == 0 || place > 4 ||
-                             fact.source != FactSource::origin ||
+                             is_of_usual_size(origin, fact) || fact.source != FactSource::origin ||
                              std::ranges::count(kLeftOut, fact.kind) > 0;
     if (!is_left_out && reasons.size() < kMost) reasons.push_back(fact_text(fact));
   }
@@ -713,6 +726,9 @@ void add_details(const Verdict& verdict, const Origin& origin, std::string_view 
                 (code.function.empty() ? "" : " in " + code.function) + ": " + code.text);
   }
   add_row(narrative.details, "here", values_here_of(origin));
+  if (const Fact* const read = find_fact(origin.facts, FactKind::samples)) {
+    add_rows(narrative.details, "batch", read->names);
+  }
   add_rows(narrative.details, "why", reasons_of(origin));
   const bool has_nan = origin.tensor && origin.tensor->nan > 0;
   if (const Fact* const after = find_fact(origin.facts, FactKind::became);
@@ -741,8 +757,8 @@ static void add_plan(const Verdict& verdict, std::string_view run_dir, Rows& row
     const std::string first = is_to_look_first(verdict) ? "after the check: " : "first: ";
     rows.emplace(rows.begin(), "plan",
                  first + command +
-                     "   (prints the orders as of now, changes nothing; if it fails, follow this "
-                     "message)");
+                     "   (changes nothing; where its orders differ, follow them; if it fails, "
+                     "follow this message)");
   }
 }
 

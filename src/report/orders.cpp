@@ -8,6 +8,7 @@
 #include "nanlocator/record/collective_kind.hpp"
 #include "record/operator_name.hpp"
 #include "report/checkpoint_orders.hpp"
+#include "report/error_code.hpp"
 #include "report/places.hpp"
 #include "report/silent_orders.hpp"
 #include "report/words.hpp"
@@ -186,8 +187,9 @@ void add_again(const Verdict& verdict, Rows& rows) {
       decision.ticket != Owner::nobody && decision.ticket != Owner::cluster_operator;
   if (decision.kind == DecisionKind::skip_batch) {
     add_row(rows, "if AGAIN",
-            "at this batch: the script overrides the variable, so leave it down, page the model "
-            "author; any other stop: follow its own message");
+            "with ERROR[" + error_code_of(*deciding_origin(verdict)) +
+                "] again: the variable had no effect, so leave it down, page the model author; any "
+                "other stop: follow its own message");
     add_row(rows, "limit",
             "after 10 skipped steps in all, one WARNING each (grep -c " +
                 std::string(kWarningPattern) + " in the new job's log): end the job, page the " +
@@ -419,6 +421,8 @@ std::string kill_of(const Verdict& verdict) {
 static std::string sample_text(const Verdict& verdict) {
   const Origin* const origin = deciding_origin(verdict);
   if (origin == nullptr || origin->cause != Cause::bad_input || !origin->tensor) return "";
+  const Fact* const samples = find_fact(origin->facts, FactKind::samples);
+  if (samples != nullptr && !samples->text.empty()) return " (" + samples->text + ")";
   const OriginTensor& tensor = *origin->tensor;
   if (tensor.shape.size() < 2 || tensor.first_bad_index.empty()) return "";
   const Fact* const read = find_fact(origin->facts, FactKind::made_before_pass);
@@ -427,8 +431,9 @@ static std::string sample_text(const Verdict& verdict) {
     return "";  // a sample, of which the loader makes a batch
   const std::string microbatch =
       origin->microbatch ? " of microbatch " + std::to_string(*origin->microbatch) : "";
-  return " (first bad in sample " + std::to_string(tensor.first_bad_index.front()) + " of " +
-         std::to_string(tensor.shape.front()) + microbatch + on_ranks(verdict, *origin) + ")";
+  return " (first bad in sample " + std::to_string(tensor.first_bad_index.front()) +
+         ", from 0, of " + std::to_string(tensor.shape.front()) + microbatch +
+         on_ranks(verdict, *origin) + ")";
 }
 
 /// A step that goes wrong now and then has a block each time: when is it too often?

@@ -308,7 +308,7 @@ def test_the_checkpoint_that_a_script_has_loaded_is_read(file):
     said = " ".join(done.stderr.split())
     assert "checkpoint, proven: step_200.pt, which this run had loaded: weight holds NaN" in said, done.stderr
     assert "NEVER LOAD step_200.pt (weight holds NaN)" in said
-    assert "step_100.pt (after step 100): all of its tensors were read and are finite" in said
+    assert "step_100.pt (after step 100): everything in it was read and is finite" in said
 
 
 def test_a_weight_that_is_finite_in_the_loaded_checkpoint_became_bad_in_memory():

@@ -62,7 +62,10 @@ CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
 WRAPS = {
     "ddp": ("DistributedDataParallel(Model())", CLIP),
     "fsdp2": ("shard(Model())", CLIP),
-    "fsdp1": ("FullyShardedDataParallel(Model(), use_orig_params=True, device_id=torch.device('cpu'))", "model.clip_grad_norm_(0.1)"),
+    "fsdp1": (
+        "FullyShardedDataParallel(Model(), use_orig_params=True, device_id=torch.device('cpu'))",
+        "model.clip_grad_norm_(0.1)",
+    ),
 }
 SKIPS = """
 def guard(step):

@@ -320,7 +320,11 @@ def test_several_ranks_that_all_end_locate_it_together():
     assert ["ERROR[log_negative]" in errors for _, _, errors in results] == [True, False]
     verdict = json.loads(Path("nanlocator_run/a0/verdict.json").read_text())
     (origin,) = verdict["origins"]
-    assert (origin["detail"], origin["candidates"], verdict["status"]) == ("log_of_negative", [0, 1], "located")
+    assert (origin["detail"], origin["candidates"], verdict["status"]) == (
+        "log_of_negative",
+        [0, 1],
+        "located",
+    )
 
 
 def killed(rank, world_size, port):

@@ -251,9 +251,22 @@ TEST(Narrative, ABatchIsSkippedAndItsSampleIsNamed) {
   EXPECT_EQ(told.action, "RESTART, SKIPPING BAD BATCHES");
   EXPECT_THAT(
       told.rows,
-      Contains(Pair(
-          "skip", HasSubstr("(sbatch --export=ALL,NANLOCATOR_ON_BAD=skip ...): this batch "
-                            "(first bad in sample 6 of 8 of microbatch 1 on rank 3 = a17:GPU3)"))));
+      Contains(
+          Pair("skip", HasSubstr("(sbatch --export=ALL,NANLOCATOR_ON_BAD=skip ...): this batch "
+                                 "(first bad in sample 6, from 0, of 8 of microbatch 1 on rank 3 = "
+                                 "a17:GPU3)"))));
+}
+
+TEST(Narrative, ASampleIsNamedByItsIndexInTheDataSet) {
+  Verdict verdict = bad_sample();
+  verdict.origins.front().facts.push_back(
+      {.kind = FactKind::samples,
+       .ranks = {3},
+       .text = "sample 77 of Feats",
+       .names = {"samples 70 to 79 of Feats; NaN or Inf in 77"}});
+  const Narrative told = narrative_of(verdict);
+  EXPECT_THAT(told.rows, Contains(Pair("skip", HasSubstr("this batch (sample 77 of Feats)"))));
+  EXPECT_THAT(told.details, Contains(Pair("batch", "samples 70 to 79 of Feats; NaN or Inf in 77")));
 }
 
 /// The weights are bad by now, and the same batch would make them bad again.
@@ -444,8 +457,8 @@ TEST(Narrative, CheckpointsThatWereReadNeedNoCheck) {
       Contains(Pair(
           "checkpoint",
           "NEVER LOAD step_830 (it may hold the fault); NEVER LOAD step_800 (head.weight holds "
-          "NaN); LOAD /ckpt/run17/step_790 (after step 790): all of its tensors "
-          "were read and are finite")));
+          "NaN); LOAD /ckpt/run17/step_790 (after step 790): everything in it "
+          "was read and is finite")));
 
   for (CheckpointFile& each : verdict.launch->checkpoints) each.is_finite = false;
   verdict.decision = decide(verdict);

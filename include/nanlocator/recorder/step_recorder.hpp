@@ -185,6 +185,9 @@ class StepRecorder {
   /// Live tensors that wait for a backward: they have a gradient function, and no other such tensor
   /// was computed from them.
   [[nodiscard]] std::vector<at::Tensor> unfinished() const;
+  /// Whether what this step needs has computed `tensor`, or an operator of it has read its memory
+  /// or a copy of what it holds. Waits for the device.
+  [[nodiscard]] bool has_read(const at::Tensor& tensor) const;
   /// Those with one element that the program has read, by fetching a number computed from them
   /// (`item`) or by a truth test. Kept alive for this until a backward or the next step begins.
   [[nodiscard]] std::vector<at::Tensor> take_read() noexcept;

@@ -103,6 +103,7 @@ namespace nanlocator::inline verdict_room {
   FACT(reached)                                                               \
   FACT(discarded)                                                             \
   FACT(last_seen_in)                                                          \
+  FACT(samples)                                                               \
   FACT(module_inferred)                                                       \
   FACT(called_in_framework)                                                   \
   FACT(literal_of)                                                            \

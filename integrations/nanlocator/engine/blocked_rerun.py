@@ -33,7 +33,7 @@ class BlockedRerunError(RuntimeError):
 
 
 class _Blocked(BaseException):
-    """No Exception: the program's own code may catch those, and nanlocator's what a call has raised before."""
+    """No Exception: the program's own code may catch those."""
 
 
 @contextlib.contextmanager

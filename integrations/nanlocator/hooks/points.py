@@ -244,6 +244,18 @@ CLIP = _row(
     "loops.optimizer loops.watch",
     "gradients before they are clipped",
 )
+LOADER_INDICES = _row(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter",
+    "_next_index",
+    "loops.loaded_batches",
+    "the indices of a batch's samples in their dataset",
+)
+LOADER_NEXT = _row(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter",
+    "__next__",
+    "loops.loaded_batches",
+    "the indices of a batch's samples in their dataset",
+)
 EXIT = _row("sys", "exit", "loops.watch", "a bad step that ends in sys.exit")
 GRAPH_REPLAY = _row(
     "torch.cuda:CUDAGraph", "replay", "state.cuda_graphs", "CUDA graphs that the program itself replays"

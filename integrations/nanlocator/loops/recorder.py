@@ -38,6 +38,7 @@ from nanlocator.loops.errors import (
     values_refused_by,
 )
 from nanlocator.loops.evaluation import Evaluation, is_bad
+from nanlocator.loops.loaded_batches import LoadedBatches
 from nanlocator.loops.plain import PlainAdapter, PlainPass, held_parameters
 from nanlocator.sharding import fsdp2
 from nanlocator.sharding.pipelining import Pipeline
@@ -92,6 +93,7 @@ class StepRecorder:
         parameters: list[torch.Tensor],
         follower: Follower,
         most_bytes: int,
+        batches: LoadedBatches,
     ) -> None:
         if StepRecorder._active is not None:
             raise _C.UsageError(
@@ -104,6 +106,7 @@ class StepRecorder:
         self._depth = 0  # number of running calls and backwards, nested
         self._is_in_module = False  # the outermost of them is a module's call
         self.is_in_backward = False  # a backward into the leaves' gradients is running
+        self._batches = batches
         self.has_seen_other_thread = False  # which calls a watched module
         self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # called there, and not watched
         self.has_update = False  # an optimizer has stepped within the current or latest backward
@@ -571,6 +574,21 @@ class StepRecorder:
         """Values that wait for a backward."""
         return self._engine.unfinished()
 
+    def describe_samples(self) -> list[str]:
+        """A line for each batch of a DataLoader that this step has read. Waits for the device."""
+        given = [
+            tensor
+            for event in self._engine.needed()
+            if isinstance(event.payload, _Call)
+            for tensor in _C.tensors_in(event.payload.kept.item)
+        ]
+
+        def has_read(tensor: torch.Tensor) -> bool:
+            return any(_are_equal(tensor, each) for each in given) or self._engine.has_read(tensor)
+
+        with self.suspended():
+            return self._batches.describe(has_read)
+
     def bad_among(self, waiting: list[torch.Tensor]) -> list[torch.Tensor]:
         """Waits for the device."""
         with self.suspended():
@@ -772,6 +790,15 @@ class _SwitchesNow:
         torch.set_default_dtype(self.default_dtype)
         for switches, values in self.values:
             switches.set(values)
+
+
+def _are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit; a NaN may be among them."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (other.shape, other.dtype, other.device):
+        return False
+    if not tensor.is_floating_point():
+        return torch.equal(tensor, other)
+    return torch.allclose(tensor, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 class _Call:
@@ -1059,6 +1086,9 @@ class RecordedPass(PlainPass):
 
     def leaves_out_reduction(self) -> bool:
         return self._recorder.has_reduced_gradients
+
+    def microbatches(self) -> list[tuple[int, int | None, list[str]]]:
+        return [(i, None, [line]) for i, line in enumerate(self._recorder.describe_samples())]
 
     def unseen_reads(self) -> str:
         """The loop has gone on since the calls. What their code reads of it is not bounded: replicas that

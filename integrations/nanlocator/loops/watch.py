@@ -36,6 +36,7 @@ from nanlocator.hooks.patches import Patches, weakly
 from nanlocator.hooks.points import Point
 from nanlocator.loops.errors import may_refuse_values
 from nanlocator.loops.evaluation import Evaluation
+from nanlocator.loops.loaded_batches import LoadedBatches
 from nanlocator.loops.loop_reading import LoopReading
 from nanlocator.loops.optimizer import LocatingOptimizer
 from nanlocator.loops.ownership import keep_from_deepspeed, refuse_owned
@@ -122,6 +123,7 @@ class Watch(Locator):
         options: Options,
         *,
         trains_copies: bool = False,
+        batches: LoadedBatches | None = None,
     ) -> None:
         if not models or not optimizers:
             raise _C.UsageError("nanlocator.watch needs a model and an optimizer")
@@ -144,7 +146,9 @@ class Watch(Locator):
         if resolved.on_bad == "stop":
             self._driver.allow_going_on()
         self._own_code = weakly(self._driver.own_code)
-        self._recorder = StepRecorder(self._adapter.tensors, self, resolved.recorded_bytes)
+        self._recorder = StepRecorder(
+            self._adapter.tensors, self, resolved.recorded_bytes, batches or LoadedBatches()
+        )
         self._driver.add_state("the weights", WeightsState(self._recorder))
         self._adapter.written_by_program = self._recorder.written_by_program
         self._loop = LoopReading()
@@ -485,9 +489,7 @@ class Watch(Locator):
                 self._begin()  # a rollout is between two steps
             else:
                 return
-            is_left = self._is_unseen and (
-                not self._recorder.has_only_broken or error is None or may_refuse
-            )
+            is_left = self._is_unseen and (not self._recorder.has_only_broken or error is None or may_refuse)
             is_bad = has_bad_loss or self._is_of_bad_values(error) or is_left
             if not (is_bad or is_together):
                 return

@@ -15,7 +15,7 @@ class KeptBatch:
 
     def __init__(self, item: Any) -> None:
         self.item = _containers_copied(item)
-        self._versions = [_version(tensor) for tensor in _tensors(self.item)]
+        self._versions = [version_of(tensor) for tensor in _tensors(self.item)]
 
     def copy(self) -> Any:
         """A copy for a step, which may remove entries from its batch."""
@@ -27,7 +27,7 @@ class KeptBatch:
         return [
             f"{place}'{name}' was written in place by the step"
             for (name, tensor), version in zip(named_tensors(self.item), self._versions, strict=True)
-            if _version(tensor) != version
+            if version_of(tensor) != version
         ]
 
 
@@ -57,5 +57,5 @@ def _containers_copied(item: Any) -> Any:
     return copy.copy(item) if isinstance(item, dict | UserDict) else item
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # inference tensors have no version counter

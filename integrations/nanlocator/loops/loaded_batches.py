@@ -1,0 +1,94 @@
+"""The samples of a step: what torch's DataLoaders have given out, by the indices of their datasets.
+
+A loader asks its sampler for the indices of a batch before it fetches them, with workers some batches ahead,
+which it numbers (torch/utils/data/dataloader.py)."""
+
+import collections
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanlocator import _C
+from nanlocator.hooks import points
+from nanlocator.hooks.patches import Patches, weakly
+from nanlocator.state.batches import version_of
+
+_MOST_BATCHES = 64  # of the latest, which a step may have read
+_MOST_LISTED = 8
+
+
+@dataclass(frozen=True)
+class _Batch:
+    dataset: str
+    indices: list[int]
+    tensors: list[tuple["weakref.ref[torch.Tensor]", int]]  # with their versions
+
+
+class LoadedBatches:
+    """Follows all loaders of the process as long as it lives. Keeps no tensor."""
+
+    def __init__(self) -> None:
+        # By iterator and the number of the batch, which is 0 for each without workers.
+        self._ahead: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+        self._given: collections.deque[_Batch] = collections.deque(maxlen=_MOST_BATCHES)
+        self._patches = Patches(__name__)
+        self._patches.wrap(points.LOADER_INDICES, weakly(self._ask))
+        self._patches.wrap(points.LOADER_NEXT, weakly(self._give))
+        weakref.finalize(self, self._patches.remove).atexit = False
+
+    def _ask(self, original: Callable[..., Any], iterator: Any) -> Any:
+        indices = original(iterator)
+        self._ahead.setdefault(iterator, {})[getattr(iterator, "_send_idx", 0)] = indices
+        return indices
+
+    def _give(self, original: Callable[..., Any], iterator: Any) -> Any:
+        data = original(iterator)
+        indices = self._ahead.get(iterator, {}).pop(getattr(iterator, "_rcvd_idx", 1) - 1, None)
+        is_known = isinstance(indices, list) and all(type(each) is int for each in indices)
+        if is_known and getattr(iterator, "_in_order", True):
+            tensors = [(weakref.ref(each), version_of(each)) for each in _C.tensors_in(data)]
+            self._given.append(_Batch(type(iterator._dataset).__name__, indices, tensors))
+        return data
+
+    def describe(self, has_read: Callable[[torch.Tensor], bool]) -> list[str]:
+        """For each batch that the step has read, in order: "samples 70 to 79 of Feats; NaN or Inf in 77".
+        Waits for the device."""
+        lines = []
+        for batch in self._given:
+            tensors = [(each, was) for reference, was in batch.tensors if (each := reference()) is not None]
+            # The largest one, because others, labels, may be the same in several batches.
+            largest = max((each for each, _ in tensors), key=torch.numel, default=None)
+            if largest is not None and has_read(largest):
+                unchanged = [each for each, was in tensors if version_of(each) == was]
+                rows = {row for each in unchanged for row in _bad_rows(each, len(batch.indices))}
+                bad = [batch.indices[row] for row in sorted(rows)]
+                holds = f"; NaN or Inf in {_listed(bad)}" if bad else ""
+                lines.append(f"samples {_listed(batch.indices)} of {batch.dataset}{holds}")
+        return lines
+
+
+def _bad_rows(tensor: torch.Tensor, rows: int) -> list[int]:
+    if (
+        not tensor.is_floating_point()
+        or tensor.dim() == 0
+        or len(tensor) != rows
+        or tensor.layout != torch.strided
+    ):
+        return []
+    tensor = tensor.detach()
+    is_bad = torch.isnan(tensor) | torch.isposinf(tensor)
+    return [int(row) for row in is_bad.reshape(rows, -1).any(1).nonzero()]
+
+
+def _listed(indices: Sequence[int]) -> str:
+    """ "70 to 79" or "3, 17, 5 and 21 more"."""
+    is_range = all(b - a == 1 for a, b in itertools.pairwise(indices))
+    if is_range and len(indices) > 2:
+        return f"{indices[0]} to {indices[-1]}"
+    more = len(indices) - _MOST_LISTED
+    text = ", ".join(map(str, indices[:_MOST_LISTED]))
+    return f"{text} and {more} more" if more > 0 else text
