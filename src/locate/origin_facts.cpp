@@ -220,7 +220,9 @@ std::optional<Fact> samples_of(const Incident& incident, const Origin& origin) {
 }
 
 std::string place_of(const Origin& origin) {
-  return origin.module + " in " + std::string(name_of(origin.phase));
+  const bool is_number = origin.module.find_first_not_of("0123456789.") == std::string::npos;
+  return (is_number ? "module " : "") + origin.module + " in " +
+         std::string(name_of(origin.phase));
 }
 
 void add_elsewhere(Origin& first, FactKind kind, std::string where) {

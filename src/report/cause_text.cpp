@@ -914,7 +914,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "numpy, another thread; it repeats with the same data, as no broken memory does",
           "it was written between " + writer_of(origin)};
     case Action::test_device:
-      return {"cluster on-call: read the error counters of the device of " + ranks +
+      return {"cluster on-call, beside the restart: read the error counters of the device of " + ranks +
                   " (ECC, NVRM in dmesg); with new errors, replace it",
               "if the fault comes again on another device, look for a race or a kernel that is not "
               "deterministic"};

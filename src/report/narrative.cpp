@@ -829,6 +829,12 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
   Rows urgent;
   add_row(urgent, "kill", kill_of(verdict));
   add_aside(verdict, urgent);
+  for (auto& [label, text] : narrative.rows) {
+    constexpr std::string_view kFirst = "first: ";
+    if (!urgent.empty() && label == "plan" && text.starts_with(kFirst)) {
+      text.replace(0, kFirst.size(), "then: ");
+    }
+  }
   narrative.rows.insert(narrative.rows.begin(), urgent.begin(), urgent.end());
   if (origin != nullptr) add_details(verdict, *origin, run_dir, narrative);
   return narrative;

@@ -61,6 +61,11 @@ def spoiled(batches):
         x[2, 0, 0] = float("nan")
         yield x, y
 """
+MOVED = """
+def moved(batches):
+    for batch in batches:
+        yield [each.double().float() for each in batch]
+"""
 
 
 def origin_of(train, bad, watch="", functions=""):
@@ -84,6 +89,14 @@ def origin_of(train, bad, watch="", functions=""):
 
 def samples_in(origin):
     return [fact["names"] for fact in origin["facts"] if fact["kind"] == "samples"]
+
+
+def test_a_batch_that_the_program_drops_when_it_has_moved_it_is_known():
+    watch = "import nanlocator; nanlocator.watch(model, optimizer)"
+    functions = MOVED
+    train = "train((x, y.long()) for x, y in moved(DataLoader(Feats(), batch_size=10)))"
+    origin, _ = origin_of(train, 44, watch, functions)
+    assert samples_in(origin) == [["samples 40 to 49 of Feats; NaN or Inf in 44"]]
 
 
 @pytest.mark.parametrize("bad", [77, 3], ids=["later", "in the first step"])

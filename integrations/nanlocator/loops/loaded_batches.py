@@ -19,6 +19,7 @@ from nanlocator.state.batches import version_of
 
 _MOST_BATCHES = 64  # of the latest, which a step may have read
 _MOST_LISTED = 8
+_MOST_BYTES = 64 << 20  # of batches that are kept alive
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,15 @@ class _Batch:
 
 
 class LoadedBatches:
-    """Follows all loaders of the process as long as it lives. Keeps no tensor."""
+    """Follows all loaders of the process as long as it lives. Until ``let_go``, keeps some of the latest
+    batches alive, which a program that moves them to its device would drop."""
 
     def __init__(self) -> None:
         # By iterator and the number of the batch, which is 0 for each without workers.
         self._ahead: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
         self._given: collections.deque[_Batch] = collections.deque(maxlen=_MOST_BATCHES)
+        self._kept: list[list[torch.Tensor]] = []
+        self._bytes = 0  # of them
         self._patches = Patches(__name__)
         self._patches.wrap(points.LOADER_INDICES, weakly(self._ask))
         self._patches.wrap(points.LOADER_NEXT, weakly(self._give))
@@ -50,9 +54,19 @@ class LoadedBatches:
         indices = self._ahead.get(iterator, {}).pop(getattr(iterator, "_rcvd_idx", 1) - 1, None)
         is_known = isinstance(indices, list) and all(type(each) is int for each in indices)
         if is_known and getattr(iterator, "_in_order", True):
-            tensors = [(weakref.ref(each), version_of(each)) for each in _C.tensors_in(data)]
+            given = _C.tensors_in(data)
+            tensors = [(weakref.ref(each), version_of(each)) for each in given]
+            size = sum(each.nbytes for each in given if each.layout == torch.strided)
+            if self._bytes + size <= _MOST_BYTES:
+                self._kept.append(given)
+                self._bytes += size
             self._given.append(_Batch(type(iterator._dataset).__name__, indices, tensors))
         return data
+
+    def let_go(self) -> None:
+        """The step that read them is over."""
+        self._kept.clear()
+        self._bytes = 0
 
     def describe(self, has_read: Callable[[torch.Tensor], bool]) -> list[str]:
         """For each batch that the step has read, in order: "samples 70 to 79 of Feats; NaN or Inf in 77".

@@ -183,6 +183,7 @@ class StepRecorder:
 
     def _leave_step(self) -> None:
         self.losses.clear()
+        self._batches.let_go()
         self._broken = None
         self._survived = []
         self._by_reference: _ByReference = []  # from the latest `_named`
@@ -586,7 +587,7 @@ class StepRecorder:
         def has_read(tensor: torch.Tensor) -> bool:
             return any(_are_equal(tensor, each) for each in given) or self._engine.has_read(tensor)
 
-        with self.suspended():
+        with self.suspended(), torch.no_grad():
             return self._batches.describe(has_read)
 
     def bad_among(self, waiting: list[torch.Tensor]) -> list[torch.Tensor]:
