@@ -4,6 +4,7 @@ A loader asks its sampler for the indices of a batch before it fetches them, wit
 which it numbers (torch/utils/data/dataloader.py)."""
 
 import collections
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -73,16 +74,22 @@ class LoadedBatches:
         Waits for the device."""
         lines = []
         for batch in self._given:
-            tensors = [(each, was) for reference, was in batch.tensors if (each := reference()) is not None]
-            # The largest one, because others, labels, may be the same in several batches.
-            largest = max((each for each, _ in tensors), key=torch.numel, default=None)
-            if largest is not None and has_read(largest):
-                unchanged = [each for each, was in tensors if version_of(each) == was]
-                rows = {row for each in unchanged for row in _bad_rows(each, len(batch.indices))}
-                bad = [batch.indices[row] for row in sorted(rows)]
-                holds = f"; NaN or Inf in {_listed(bad)}" if bad else ""
-                lines.append(f"samples {_listed(batch.indices)} of {batch.dataset}{holds}")
+            with contextlib.suppress(RuntimeError, TypeError):  # a tensor without these operators
+                lines += _described(batch, has_read)
         return lines
+
+
+def _described(batch: _Batch, has_read: Callable[[torch.Tensor], bool]) -> list[str]:
+    tensors = [(each, was) for reference, was in batch.tensors if (each := reference()) is not None]
+    # The largest one, because others, labels, may be the same in several batches.
+    largest = max((each for each, _ in tensors), key=torch.numel, default=None)
+    if largest is None or not has_read(largest):
+        return []
+    unchanged = [each for each, was in tensors if version_of(each) == was]
+    rows = {row for each in unchanged for row in _bad_rows(each, len(batch.indices))}
+    bad = [batch.indices[row] for row in sorted(rows)]
+    holds = f"; NaN or Inf in {_listed(bad)}" if bad else ""
+    return [f"samples {_listed(batch.indices)} of {batch.dataset}{holds}"]
 
 
 def _bad_rows(tensor: torch.Tensor, rows: int) -> list[int]:
