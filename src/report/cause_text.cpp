@@ -698,6 +698,13 @@ std::string with_checked_updates(const std::string& checkpoint) {
          "of the update that makes it bad";
 }
 
+/// "sample 77 of Feats".
+static std::string samples_of(const Origin& origin) {
+  const Fact* const samples = find_fact(origin.facts, FactKind::samples);
+  const bool is_known = samples != nullptr && !samples->text.empty();
+  return is_known ? samples->text : "the samples of this batch";
+}
+
 std::vector<std::string> steps_text(const Origin& origin) {
   const std::string ranks = suspects_of(origin);
   const std::string operation = forward_operation_of(origin);
@@ -763,13 +770,13 @@ std::vector<std::string> steps_text(const Origin& origin) {
             "loop"};
       }
       return {
-          "inspect the samples of this batch" +
-              std::string(origin.bundle.empty() ? "" : "; the tensor is in the bundle"),
-          "if they are finite, inspect the code that prepares them where nothing is recorded: a "
-          "Dataset, a transform, numpy, another thread"};
+          "inspect " + samples_of(origin) +
+              (origin.bundle.empty() ? "" : "; the tensor is in the bundle"),
+          "if that is finite where it is stored, inspect the code that prepares it where nothing "
+          "is recorded: a Dataset, a transform, numpy, another thread"};
     case Action::guard_empty_loss:
       return {"find why no label of this batch counts" + std::string(ignored_of(origin)),
-              "where that may happen, sum the losses and divide by max(count, 1)"};
+              "where that may happen, the model author: sum the losses, divide by max(count, 1)"};
     case Action::find_weight_writer:
       return {"find what wrote to " + weight_of(origin) + " since the step before" +
                   maxima_before_of(origin) + ": no update makes such a jump",
@@ -914,8 +921,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
           "numpy, another thread; it repeats with the same data, as no broken memory does",
           "it was written between " + writer_of(origin)};
     case Action::test_device:
-      return {"cluster on-call, beside the restart: read the error counters of the device of " + ranks +
-                  " (ECC, NVRM in dmesg); with new errors, replace it",
+      return {"cluster on-call, beside the restart: read the error counters of the device of " +
+                  ranks + " (ECC, NVRM in dmesg); with new errors, replace it",
               "if the fault comes again on another device, look for a race or a kernel that is not "
               "deterministic"};
     case Action::wait_for_transfer:

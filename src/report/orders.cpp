@@ -191,8 +191,9 @@ void add_again(const Verdict& verdict, Rows& rows) {
                 "] again: the variable had no effect, so leave it down, page the model author; any "
                 "other stop: follow its own message");
     add_row(rows, "limit",
-            "after 10 skipped steps in all, one WARNING each (grep -c " +
-                std::string(kWarningPattern) + " in the new job's log): end the job, page the " +
+            "count the skipped steps each hour and at the end of the shift (grep -c " +
+                std::string(kWarningPattern) +
+                " in the new job's log): 10 or more: end the job, page the " +
                 person_of(decision.ticket));
     return;
   }

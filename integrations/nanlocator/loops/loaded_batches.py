@@ -20,7 +20,7 @@ from nanlocator.state.batches import version_of
 
 _MOST_BATCHES = 64  # of the latest, which a step may have read
 _MOST_LISTED = 8
-_MOST_BYTES = 64 << 20  # of batches that are kept alive
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class _Batch:
 
 
 class LoadedBatches:
-    """Follows all loaders of the process as long as it lives. Until ``let_go``, keeps some of the latest
-    batches alive, which a program that moves them to its device would drop."""
+    """Follows all loaders of the process as long as it lives. Keeps the latest batches alive, up to 64 MiB of
+    host memory, because a program that moves them to its device drops them."""
 
     def __init__(self) -> None:
         # By iterator and the number of the batch, which is 0 for each without workers.
         self._ahead: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
         self._given: collections.deque[_Batch] = collections.deque(maxlen=_MOST_BATCHES)
-        self._kept: list[list[torch.Tensor]] = []
+        self._kept: collections.deque[tuple[list[torch.Tensor], int]] = collections.deque()  # with bytes
         self._bytes = 0  # of them
         self._patches = Patches(__name__)
         self._patches.wrap(points.LOADER_INDICES, weakly(self._ask))
@@ -57,17 +57,17 @@ class LoadedBatches:
         if is_known and getattr(iterator, "_in_order", True):
             given = _C.tensors_in(data)
             tensors = [(weakref.ref(each), version_of(each)) for each in given]
-            size = sum(each.nbytes for each in given if each.layout == torch.strided)
-            if self._bytes + size <= _MOST_BYTES:
-                self._kept.append(given)
-                self._bytes += size
+            self._keep([each for each in given if each.device.type == "cpu" and each.layout == torch.strided])
             self._given.append(_Batch(type(iterator._dataset).__name__, indices, tensors))
         return data
 
-    def let_go(self) -> None:
-        """The step that read them is over."""
-        self._kept.clear()
-        self._bytes = 0
+    def _keep(self, tensors: list[torch.Tensor]) -> None:
+        size = sum(each.nbytes for each in tensors)
+        self._kept.append((tensors, size))
+        self._bytes += size
+        while self._bytes > _MOST_BYTES:
+            _, size = self._kept.popleft()
+            self._bytes -= size
 
     def describe(self, has_read: Callable[[torch.Tensor], bool]) -> list[str]:
         """For each batch that the step has read, in order: "samples 70 to 79 of Feats; NaN or Inf in 77".
@@ -90,6 +90,16 @@ def _described(batch: _Batch, has_read: Callable[[torch.Tensor], bool]) -> list[
     bad = [batch.indices[row] for row in sorted(rows)]
     holds = f"; NaN or Inf in {_listed(bad)}" if bad else ""
     return [f"samples {_listed(batch.indices)} of {batch.dataset}{holds}"]
+
+
+def are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, on any devices; a NaN may be among them."""
+    if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+        return False
+    tensor, other = tensor.detach().cpu(), other.detach().cpu()
+    if not tensor.is_floating_point():
+        return torch.equal(tensor, other)
+    return torch.allclose(tensor, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _bad_rows(tensor: torch.Tensor, rows: int) -> list[int]:

@@ -38,7 +38,7 @@ from nanlocator.loops.errors import (
     values_refused_by,
 )
 from nanlocator.loops.evaluation import Evaluation, is_bad
-from nanlocator.loops.loaded_batches import LoadedBatches
+from nanlocator.loops.loaded_batches import LoadedBatches, are_equal
 from nanlocator.loops.plain import PlainAdapter, PlainPass, held_parameters
 from nanlocator.sharding import fsdp2
 from nanlocator.sharding.pipelining import Pipeline
@@ -183,7 +183,6 @@ class StepRecorder:
 
     def _leave_step(self) -> None:
         self.losses.clear()
-        self._batches.let_go()
         self._broken = None
         self._survived = []
         self._by_reference: _ByReference = []  # from the latest `_named`
@@ -585,7 +584,7 @@ class StepRecorder:
         ]
 
         def has_read(tensor: torch.Tensor) -> bool:
-            return any(_are_equal(tensor, each) for each in given) or self._engine.has_read(tensor)
+            return any(are_equal(tensor, each) for each in given) or self._engine.has_read(tensor)
 
         with self.suspended(), torch.no_grad():
             return self._batches.describe(has_read)
@@ -791,15 +790,6 @@ class _SwitchesNow:
         torch.set_default_dtype(self.default_dtype)
         for switches, values in self.values:
             switches.set(values)
-
-
-def _are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit; a NaN may be among them."""
-    if (tensor.shape, tensor.dtype, tensor.device) != (other.shape, other.dtype, other.device):
-        return False
-    if not tensor.is_floating_point():
-        return torch.equal(tensor, other)
-    return torch.allclose(tensor, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 class _Call:

@@ -9,6 +9,7 @@ import torch
 
 from nanlocator import _C
 from nanlocator.engine.driver import Named
+from nanlocator.loops.loaded_batches import LoadedBatches, are_equal
 from nanlocator.loops.plain import PlainAdapter, PlainPass
 from nanlocator.state.batches import KeptBatch
 from nanlocator.state.rerun import losses_of
@@ -62,13 +63,18 @@ class Microbatch:
     def changed(self) -> list[str]:
         return self._batch.changed(self.number)
 
+    def has_read(self, tensor: torch.Tensor) -> bool:
+        """Whether it is among the inputs, which the Trainer has moved to its device."""
+        return any(are_equal(tensor, each) for each in _C.tensors_in(self._batch.item))
+
 
 class TrainerPass(PlainPass):
     """The microbatches of one step."""
 
-    def __init__(self, adapter: PlainAdapter, trainer: "Trainer") -> None:
+    def __init__(self, adapter: PlainAdapter, trainer: "Trainer", batches: LoadedBatches) -> None:
         super().__init__(adapter)
         self._trainer = trainer
+        self._batches = batches
         summed = summed_loss(trainer)
         self._logged_loss = None if summed is None else summed.clone()  # before this step
         self._all: list[Microbatch] = []
@@ -102,6 +108,9 @@ class TrainerPass(PlainPass):
             # raised.
             self._trainer.accelerator.gradient_state._set_sync_gradients(True)
         return losses_of(self.losses)
+
+    def microbatches(self) -> list[tuple[int, int | None, list[str]]]:
+        return [(i, None, self._batches.describe(each.has_read)) for i, each in enumerate(self._all)]
 
     def changed_data(self) -> list[str]:
         return [text for microbatch in self._all for text in microbatch.changed()]

@@ -30,6 +30,7 @@ from nanlocator.engine.options import Options, check_names, resolve_options
 from nanlocator.engine.verdict import Verdict
 from nanlocator.hooks import points
 from nanlocator.hooks.patches import Patches
+from nanlocator.loops.loaded_batches import LoadedBatches
 from nanlocator.loops.optimizer import LocatingOptimizer
 from nanlocator.loops.plain import PlainAdapter, plain_driver, scale_in_gradients
 from nanlocator.state.rerun import ObjectState, Stateful
@@ -195,6 +196,7 @@ class _TrainerSteps:
         self._adapter = PlainAdapter([_innermost(trainer.optimizer)], {"": trainer.model})
         self._adapter.verdicts = verdicts
         self.driver = plain_driver(self._adapter, options, self._scaler, scale_in_gradients)
+        self._batches = LoadedBatches()
         self._patches = Patches(__name__)
         self._patches.wrap(points.TRAINING_STEP, self._around_training_step, of=trainer)
         self._patches.wrap(points.OPTIMIZER_STEP, self._around_update, of=trainer.optimizer)
@@ -217,7 +219,7 @@ class _TrainerSteps:
         with self.driver.abandoning():
             step_pass = self.driver.step_pass
             if step_pass is None:
-                step_pass = TrainerPass(self._adapter, self._trainer)
+                step_pass = TrainerPass(self._adapter, self._trainer, self._batches)
                 self.driver.begin_pass(step_pass, self._trainer.state.global_step + 1)
             microbatch = step_pass.run(step, model, inputs, args, kwargs)
             loss = step_pass.losses[-1]
