@@ -83,13 +83,16 @@ def test_a_verdict_ends_in_the_programs_own_line_and_is_printed_once(printed, tm
     assert text.count("  restart ") == 1
 
 
-def test_an_error_of_the_program_is_printed_as_without_us(printed):
+def test_an_error_of_the_program_is_printed_and_recorded_as_without_us(printed, tmp_path, monkeypatch):
     def traceback_in(text):
         return re.sub(r"^nanlocator: attached.*\n", "", text, flags=re.MULTILINE)
 
     alone = printed(OWN_ERROR)
     assert "ValueError: too large" in alone
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert traceback_in(printed(OWN_ERROR, "-m", "nanlocator")) == alone
+    recorded = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    assert recorded.strip() == alone.strip()
 
 
 def test_a_syntax_error_is_printed_as_without_us(printed):

@@ -15,7 +15,7 @@ from nanlocator import _C
 from nanlocator.engine.endings import record_for_torchrun
 from nanlocator.engine.errors import NonFiniteGradientError
 from nanlocator.engine.options import Kind, flag_of, rows, variable_of
-from nanlocator.engine.tracebacks import CleanTracebacks
+from nanlocator.engine.tracebacks import CleanTracebacks, without_own_frames
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,5 +100,6 @@ def _recorded(run: Callable[[], Any]) -> None:
         sys.exit(error.exit_status)
     except Exception as error:
         if not os.path.exists(os.environ.get("TORCHELASTIC_ERROR_FILE", "")):
+            error.__traceback__ = without_own_frames(error.__traceback__)
             record_for_torchrun(error)
         raise
