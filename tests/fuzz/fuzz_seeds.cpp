@@ -102,9 +102,13 @@ void write_seeds(const fs::path& corpus) {
   add_seed(corpus / "message", "m" + planted_map());
   add_seed(corpus / "message", "q" + to_json(PeerQuestion{.parameter = "decoder.layers.0.weight"}));
   add_seed(corpus / "run", file("ledger_tp0pp0dp0.jsonl", ledger));
-  for (const RunReport& each : {testing::located_report(), testing::partial_report(),
-                                testing::several_origins_report(), testing::hostile_report()}) {
-    add_runs(corpus, each);
+  // Of few ranks and layers, so that one page takes milliseconds.
+  testing::SampleIncident incident(
+      {.tp = 1, .pp = 1, .dp = 2, .layers_per_stage = 1, .microbatches = 1});
+  add_runs(corpus, incident.report(0, 0, 0));
+  for (const RunReport& each :
+       {testing::partial_report(), testing::several_origins_report(), testing::hostile_report()}) {
+    add_seed(corpus / "message", "v" + to_json(each.verdict));
   }
 }
 

@@ -43,7 +43,8 @@ class LoadedBatches:
         self._patches = Patches(__name__)
         self._patches.wrap(points.LOADER_INDICES, weakly(self._ask))
         self._patches.wrap(points.LOADER_NEXT, weakly(self._give))
-        weakref.finalize(self, self._patches.remove).atexit = False
+        self._removal = weakref.finalize(self, self._patches.remove)
+        self._removal.atexit = False
 
     def _ask(self, original: Callable[..., Any], iterator: Any) -> Any:
         indices = original(iterator)
