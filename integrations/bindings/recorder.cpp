@@ -159,6 +159,8 @@ void bind_recorder(py::module_& m) {
           "payload"_a, "roots"_a)
       .def_property_readonly("backwards", &StepRecorder::backwards)
       .def("has_read", &StepRecorder::has_read, "tensor"_a)
+      .def("latest_event", &StepRecorder::latest_event)
+      .def("forget_since", &StepRecorder::forget_since, "event"_a)
       .def("unfinished", &StepRecorder::unfinished)
       .def("take_read", &StepRecorder::take_read)
       .def(

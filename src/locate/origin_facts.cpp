@@ -220,7 +220,8 @@ std::optional<Fact> samples_of(const Incident& incident, const Origin& origin) {
 }
 
 std::string place_of(const Origin& origin) {
-  const bool is_number = origin.module.find_first_not_of("0123456789.") == std::string::npos;
+  const bool is_number =
+      !origin.module.empty() && origin.module.find_first_not_of("0123456789.") == std::string::npos;
   return (is_number ? "module " : "") + origin.module + " in " + std::string(name_of(origin.phase));
 }
 

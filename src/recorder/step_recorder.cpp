@@ -656,6 +656,20 @@ bool StepRecorder::is_like_losses(const at::Tensor& tensor, bool in_function) {
          impl_->loss_lines.contains({user.code, in_function ? 0 : user.line});
 }
 
+std::uint64_t StepRecorder::latest_event() const noexcept {
+  return impl_->next_number;
+}
+
+void StepRecorder::forget_since(std::uint64_t event) {
+  const auto is_later = [&](const std::shared_ptr<const RecordedEvent>& each) {
+    return each->data().number > event;
+  };
+  std::erase_if(impl_->roots, is_later);
+  std::erase_if(impl_->exchanges, is_later);
+  std::erase_if(impl_->hooks, is_later);
+  std::erase_if(impl_->known, [&](const auto& entry) { return is_later(entry.second.event); });
+}
+
 std::vector<at::Tensor> StepRecorder::unfinished() const {
   std::unordered_set<const RecordedEvent*> used;  // not by a collective: it may measure the loss
   for (const auto& event : reached_from(impl_->roots, &RecordedEvent::Data::needs)) {

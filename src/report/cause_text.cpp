@@ -846,8 +846,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
       if (!may_be_used) {
         return {"replace such values " + replaced + "what the loss leaves out", unhelpful};
       }
-      return {"if the loss leaves such values out (torch.where, a mask), replace them " + replaced +
-                  "those; " + unhelpful,
+      return {"if the loss leaves such values out (torch.where, a mask), replace such values " +
+                  replaced + "those; " + unhelpful,
               "if it uses them (dividing by Inf gives 0), find what made " + argument +
                   " so, or bound it before " + operation};
     }

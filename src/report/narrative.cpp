@@ -441,9 +441,13 @@ std::string cause_of(const Verdict& verdict, const Origin& origin) {
            "timing";
   }
   if (const Fact* const start = find_fact(origin.facts, FactKind::bad_at_start)) {
-    const std::string finite =
-        loaded == nullptr ? "" : "; " + loaded->name + ", which this run had loaded, is finite";
-    return "the code that initialises it, or the checkpoint: " + fact_text(*start) + finite;
+    const std::string when = ": " + fact_text(*start);
+    if (loaded == nullptr) return "the code that initialises it, or the checkpoint" + when;
+    return loaded->name +
+           ", which this run had loaded, is finite, so it became bad in memory, by code that "
+           "writes to "
+           "it after the load or leaves it out" +
+           when;
   }
   std::string kind = kind_of(origin);
   std::string open = suspects_text(origin);

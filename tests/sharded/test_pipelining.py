@@ -79,7 +79,7 @@ def test_a_weight_that_is_bad_before_the_step_is_its_stages(culprit):
 def test_a_gradient_that_goes_bad_once_is_its_stages(culprit):
     verdict = located("1f1b", "memory", (culprit,))
     place = of_only_origin(verdict, "cause", "rank", "parameter")
-    assert place == ("not_reproduced", culprit, f"layers.{2 * culprit}.linear.weight")
+    assert place == ("unknown", culprit, f"layers.{2 * culprit}.linear.weight")
 
 
 @pytest.mark.parametrize(
@@ -196,6 +196,7 @@ def by_hand(rank, world_size, fault, culprit):
             dist.send(received.grad, 0)
     try:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
     except nanlocator.NonFiniteGradientError as error:
         return error.verdict
     finally:

@@ -68,7 +68,8 @@ def test_a_gradient_that_goes_bad_once_on_one_rank_is_that_ranks(variant, culpri
     assert origin["coordinates"]["dp"]["size"] == (1 if variant == "tp" else 2)
     # 6 columns over two tensor-parallel ranks.
     assert origin["tensor"]["shape"] == [8, 3] and origin["tensor"]["first_bad_index"] == [0, 2]
-    assert origin["cause"] == "not_reproduced"
+    # A replica has executed the same code; else the re-run may lack what it read of the loop.
+    assert origin["cause"] == {"dp_tp": "not_reproduced", "tp": "unknown"}[variant]
 
 
 def test_bad_data_of_a_tensor_parallel_group_is_that_groups():

@@ -185,6 +185,10 @@ class StepRecorder {
   /// Live tensors that wait for a backward: they have a gradient function, and no other such tensor
   /// was computed from them.
   [[nodiscard]] std::vector<at::Tensor> unfinished() const;
+  /// Counted from 1.
+  [[nodiscard]] std::uint64_t latest_event() const noexcept;
+  /// A replay does not repeat what came after that event.
+  void forget_since(std::uint64_t event);
   /// Whether what this step needs has computed `tensor`, or an operator of it has read its memory
   /// or a copy of what it holds. Waits for the device.
   [[nodiscard]] bool has_read(const at::Tensor& tensor) const;

@@ -93,7 +93,7 @@ class StepRecorder:
         parameters: list[torch.Tensor],
         follower: Follower,
         most_bytes: int,
-        batches: LoadedBatches,
+        batches: LoadedBatches | None = None,
     ) -> None:
         if StepRecorder._active is not None:
             raise _C.UsageError(
@@ -106,7 +106,7 @@ class StepRecorder:
         self._depth = 0  # number of running calls and backwards, nested
         self._is_in_module = False  # the outermost of them is a module's call
         self.is_in_backward = False  # a backward into the leaves' gradients is running
-        self._batches = batches
+        self._batches = batches or LoadedBatches()
         self.has_seen_other_thread = False  # which calls a watched module
         self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # called there, and not watched
         self.has_update = False  # an optimizer has stepped within the current or latest backward
@@ -569,6 +569,13 @@ class StepRecorder:
         """Returns the values that wait for a backward and that the program has read. Called when a call
         begins that may belong to another step."""
         return self._engine.take_read()
+
+    def latest_event(self) -> int:
+        return self._engine.latest_event()
+
+    def forget_since(self, event: int) -> None:
+        """A re-run does not repeat what came after that event."""
+        self._engine.forget_since(event)
 
     def unfinished(self) -> list[torch.Tensor]:
         """Values that wait for a backward."""

@@ -43,6 +43,7 @@ from nanlocator.loops.ownership import keep_from_deepspeed, refuse_owned
 from nanlocator.loops.plain import (
     PlainAdapter,
     PlainDriver,
+    are_in_shards,
     held_parameters,
     parameters_of,
     plain_driver,
@@ -143,24 +144,24 @@ class Watch(Locator):
             before.give_way_to(models)
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
         self._driver.compare_names()
-        if resolved.on_bad == "stop":
+        # Of shards, each rank has its own part of what the program mends or drops.
+        self._may_go_on = resolved.on_bad == "stop" and not are_in_shards(models.values())
+        if self._may_go_on:
             self._driver.allow_going_on()
         self._own_code = weakly(self._driver.own_code)
-        self._recorder = StepRecorder(
-            self._adapter.tensors, self, resolved.recorded_bytes, batches or LoadedBatches()
-        )
+        self._recorder = StepRecorder(self._adapter.tensors, self, resolved.recorded_bytes, batches)
         self._driver.add_state("the weights", WeightsState(self._recorder))
         self._adapter.written_by_program = self._recorder.written_by_program
         self._loop = LoopReading()
         self._is_left_out = False  # the update, of gradients that were scanned
         self._adds_after_norm = False  # the loop clips after each microbatch
-        self._stops = resolved.on_bad == "stop"
         self._is_discarding = False
         # Since a norm of bad gradients, which the program may have looked at (deferred): those, and the
         # parameters whose gradient nothing but a backward or an operator had written to.
         self._is_deferred = False
         self._bad_gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._as_written: list[torch.Tensor] = []
+        self._latest_event = 0  # when they were kept
         self._was_training = False  # in the latest forward
         self._is_in_closure = False  # of an optimizer, which may evaluate it several times in a step
         self._has_had_backward = False  # one has written gradients that the optimizers use
@@ -391,13 +392,15 @@ class Watch(Locator):
 
     def _end_pass(self, used: Iterable[torch.Tensor] = (), *, may_defer: bool = False) -> None:
         self._loop.scan_gradients()
-        if self._is_deferred and not self._is_discarding:
-            self._take_kept()
+        if self._is_deferred:
+            self._recorder.forget_since(self._latest_event)
+            if not self._is_discarding:
+                self._take_kept()
         with self._abandoning(), self._recorder.suspended(), self._driver.step_pass.leaving_out(used):
             if self._recorder.has_update:
                 self._driver.scan("params_after", _UPDATED, "weight", *self._adapter.weights_now())
             losses = self._loss_views()
-            may_defer = may_defer and self._stops and not self._adds_after_norm
+            may_defer = may_defer and self._may_go_on and not self._adds_after_norm
             if may_defer and self._driver.may_go_on(losses) and self._defer():
                 return
             self._loop.decision = self._driver.end_pass(losses)
@@ -639,6 +642,7 @@ class Watch(Locator):
         changed = set(self._recorder.changed_after_backward())
         self._as_written = [p for p in bad if p not in changed]
         self._bad_gradients = bad
+        self._latest_event = self._recorder.latest_event()
         self._is_deferred = True
         return True
 
@@ -706,8 +710,8 @@ class Watch(Locator):
 
     def _clip_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """For FullyShardedDataParallel's own clip."""
-        if not (self._driver.has_ended_pass or self._is_deferred):
-            self._scan_gradients(fsdp1.sharded_parameters(module), may_defer=True)
+        if not self._driver.has_ended_pass:
+            self._scan_gradients(fsdp1.sharded_parameters(module))
         with self._recorder.suspended():
             return original(module, *args, **kwargs)
 
