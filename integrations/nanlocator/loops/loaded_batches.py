@@ -66,7 +66,7 @@ class LoadedBatches:
         size = sum(each.nbytes for each in tensors)
         self._kept.append((tensors, size))
         self._bytes += size
-        while self._bytes > _MOST_BYTES:
+        while self._bytes > _MOST_BYTES or len(self._kept) > _MOST_BATCHES:
             _, size = self._kept.popleft()
             self._bytes -= size
 
