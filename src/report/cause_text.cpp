@@ -698,11 +698,9 @@ std::string with_checked_updates(const std::string& checkpoint) {
          "of the update that makes it bad";
 }
 
-/// "sample 77 of Feats".
-static std::string samples_of(const Origin& origin) {
+std::string bad_samples_of(const Origin& origin) {
   const Fact* const samples = find_fact(origin.facts, FactKind::samples);
-  const bool is_known = samples != nullptr && !samples->text.empty();
-  return is_known ? samples->text : "the samples of this batch";
+  return samples == nullptr ? "" : samples->text;
 }
 
 std::vector<std::string> steps_text(const Origin& origin) {
@@ -754,7 +752,7 @@ std::vector<std::string> steps_text(const Origin& origin) {
       return {
           "look at what computes this tensor: it was made before the step and kept (a cache, a "
           "closure, a global)"};
-    case Action::inspect_samples:
+    case Action::inspect_samples: {
       if (origin.detail == Detail::rewritten) {
         return {
             "look for what fills this memory (a loader's thread, a host copy): the step must "
@@ -769,11 +767,13 @@ std::vector<std::string> steps_text(const Origin& origin) {
             "for the operator that made it: call nanlocator.watch(model, optimizer) before the "
             "loop"};
       }
+      const std::string samples = bad_samples_of(origin);
       return {
-          "inspect " + samples_of(origin) +
+          "inspect " + (samples.empty() ? "the samples of this batch" : samples) +
               (origin.bundle.empty() ? "" : "; the tensor is in the bundle"),
           "if that is finite where it is stored, inspect the code that prepares it where nothing "
           "is recorded: a Dataset, a transform, numpy, another thread"};
+    }
     case Action::guard_empty_loss:
       return {"find why no label of this batch counts" + std::string(ignored_of(origin)),
               "where that may happen, the model author: sum the losses, divide by max(count, 1)"};

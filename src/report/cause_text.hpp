@@ -21,6 +21,8 @@ namespace nanlocator::inline report_room {
 [[nodiscard]] std::string suspects_text(const Origin& origin);
 /// The next steps, in order, without the check of the machines.
 [[nodiscard]] std::vector<std::string> steps_text(const Origin& origin);
+/// "sample 77 of Feats": those that a DataLoader gave out with NaN or Inf; "" if none is known.
+[[nodiscard]] std::string bad_samples_of(const Origin& origin);
 /// The run that finds the update which made a weight bad.
 [[nodiscard]] std::string with_checked_updates(const std::string& checkpoint);
 

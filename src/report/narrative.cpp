@@ -633,7 +633,6 @@ std::string values_here_of(const Origin& origin) {
   return call + " at element " + describe_shape(origin.tensor->first_bad_index);
 }
 
-/// The most telling sentences of the evidence that the block has not said.
 /// Maxima of the steps before that explain nothing: of values that did not grow.
 bool is_of_usual_size(const Origin& origin, const Fact& fact) {
   constexpr double kGrown = 10;
@@ -644,6 +643,7 @@ bool is_of_usual_size(const Origin& origin, const Fact& fact) {
   return fact.values.size() < 2 || fact.values.back().second < kGrown * fact.values.front().second;
 }
 
+/// The most telling sentences of the evidence that the block has not said.
 std::vector<std::string> reasons_of(const Origin& origin) {
   constexpr std::size_t kMost = 2;
   // Said in the rows above, or of use only with all other evidence.
@@ -752,13 +752,15 @@ void add_details(const Verdict& verdict, const Origin& origin, std::string_view 
 }  // namespace
 
 /// What changes after the block is printed: first of all where the job is to be restarted.
-static void add_plan(const Verdict& verdict, std::string_view run_dir, Rows& rows) {
+static void add_plan(const Verdict& verdict, std::string_view run_dir, bool is_second, Rows& rows) {
   const std::string command =
       "nanlocator next " + shell_word(std::filesystem::absolute(run_dir).string());
   if (verdict.decision.kind == DecisionKind::do_not_restart) {
     add_row(rows, "plan", fixed_text(verdict) + command + "   (prints the orders as of then)");
   } else {
-    const std::string first = is_to_look_first(verdict) ? "after the check: " : "first: ";
+    const std::string first = is_to_look_first(verdict) ? "after the check: "
+                              : is_second               ? "then: "
+                                                        : "first: ";
     rows.emplace(rows.begin(), "plan",
                  first + command +
                      "   (changes nothing; where its orders differ, follow them; if it fails, "
@@ -767,7 +769,8 @@ static void add_plan(const Verdict& verdict, std::string_view run_dir, Rows& row
 }
 
 /// The state of the job and what is to be done with it, by whoever is on call.
-static void add_orders(const Verdict& verdict, std::string_view run_dir, Rows& rows) {
+static void add_orders(const Verdict& verdict, std::string_view run_dir, bool has_urgent,
+                       Rows& rows) {
   add_row(rows, "state", state_of(verdict));
   add_silent(verdict, rows);
   const bool is_look_first = is_to_look_first(verdict);
@@ -784,7 +787,7 @@ static void add_orders(const Verdict& verdict, std::string_view run_dir, Rows& r
                 " with a fault of its own: nanlocator report --verbose; this one decides");
   }
   if (!run_dir.empty() && verdict.decision.kind != DecisionKind::none_needed)
-    add_plan(verdict, run_dir, rows);
+    add_plan(verdict, run_dir, has_urgent, rows);
 }
 
 std::string error_code_of(const Verdict& verdict) {
@@ -829,16 +832,10 @@ Narrative narrative_of(const Verdict& verdict, std::string_view run_dir) {
     add_row(narrative.rows, "what", what_of(verdict, origin));
     if (origin != nullptr) add_row(narrative.rows, "cause", cause_of(verdict, *origin));
   }
-  if (!deciding_step(verdict)) add_orders(verdict, run_dir, narrative.rows);
   Rows urgent;
   add_row(urgent, "kill", kill_of(verdict));
   add_aside(verdict, urgent);
-  for (auto& [label, text] : narrative.rows) {
-    constexpr std::string_view kFirst = "first: ";
-    if (!urgent.empty() && label == "plan" && text.starts_with(kFirst)) {
-      text.replace(0, kFirst.size(), "then: ");
-    }
-  }
+  if (!deciding_step(verdict)) add_orders(verdict, run_dir, !urgent.empty(), narrative.rows);
   narrative.rows.insert(narrative.rows.begin(), urgent.begin(), urgent.end());
   if (origin != nullptr) add_details(verdict, *origin, run_dir, narrative);
   return narrative;

@@ -7,6 +7,7 @@
 #include "files/text.hpp"
 #include "nanlocator/record/collective_kind.hpp"
 #include "record/operator_name.hpp"
+#include "report/cause_text.hpp"
 #include "report/checkpoint_orders.hpp"
 #include "report/error_code.hpp"
 #include "report/places.hpp"
@@ -422,8 +423,7 @@ std::string kill_of(const Verdict& verdict) {
 static std::string sample_text(const Verdict& verdict) {
   const Origin* const origin = deciding_origin(verdict);
   if (origin == nullptr || origin->cause != Cause::bad_input || !origin->tensor) return "";
-  const Fact* const samples = find_fact(origin->facts, FactKind::samples);
-  if (samples != nullptr && !samples->text.empty()) return " (" + samples->text + ")";
+  if (const std::string bad = bad_samples_of(*origin); !bad.empty()) return " (" + bad + ")";
   const OriginTensor& tensor = *origin->tensor;
   if (tensor.shape.size() < 2 || tensor.first_bad_index.empty()) return "";
   const Fact* const read = find_fact(origin->facts, FactKind::made_before_pass);
