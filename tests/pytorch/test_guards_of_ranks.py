@@ -131,9 +131,10 @@ def verdict():
 
 @pytest.mark.host
 @pytest.mark.parametrize("how", ["", ", zeroes_late=True"])
-def test_a_step_that_all_ranks_leave_out_is_told_and_stops_nothing(how):
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "fsdp1"])
+def test_a_step_that_all_ranks_leave_out_is_told_and_stops_nothing(wrap, how):
     script = SKIPS.format(how=how)
-    watched, alone = torchrun(script, "ddp", "-m", "nanlocator"), torchrun(script, "ddp")
+    watched, alone = torchrun(script, wrap, "-m", "nanlocator"), torchrun(script, wrap)
     assert watched.returncode == alone.returncode == 0, watched.stderr
     assert sorted(watched.stdout.splitlines()) == sorted(alone.stdout.splitlines())
     assert watched.stderr.count("nanlocator WARNING[zero_over_zero]") >= 1, watched.stderr

@@ -107,6 +107,11 @@ class CorruptingFsdp2(Corrupting, Fsdp2):
     pass
 
 
+class UnclippedFsdp2(CorruptingFsdp2):
+    def clip(self):
+        pass
+
+
 class CorruptingFsdp1(Corrupting, Fsdp1):
     pass
 
@@ -116,6 +121,7 @@ class CorruptingFsdp1(Corrupting, Fsdp1):
     [
         (2, CorruptingFsdp2, "plain", "_allgather_base", "world"),
         (4, CorruptingFsdp2, "hsdp", "_allgather_base", "dp_shard"),
+        (4, UnclippedFsdp2, "hsdp", "_allgather_base", "dp_shard"),
         (2, CorruptingFsdp1, "plain", "allgather", "world"),
         (4, CorruptingFsdp1, "hybrid", "allgather", "shard"),
     ],

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import Unpack  # torch brings it; typing has it from Python 3.11 on
 
 from nanlocator import _C
-from nanlocator.calls.modules import class_name, named_by_class
+from nanlocator.calls.modules import class_name, local_part, named_by_class
 from nanlocator.engine.connection import meet
 from nanlocator.engine.driver import LossScale, SkippedUpdate, note_numbers
 from nanlocator.engine.endings import ending_error, first_line, is_failure_of_peers
@@ -144,8 +144,7 @@ class Watch(Locator):
             before.give_way_to(models)
         self._driver = plain_driver(self._adapter, resolved, None, scale_in_gradients)
         self._driver.compare_names()
-        # Of shards, each rank has its own part of what the program mends or drops.
-        self._may_go_on = resolved.on_bad == "stop" and not are_in_shards(models.values())
+        self._may_go_on = resolved.on_bad == "stop"
         if self._may_go_on:
             self._driver.allow_going_on()
         self._own_code = weakly(self._driver.own_code)
@@ -648,15 +647,19 @@ class Watch(Locator):
 
     def _end_deferred(self, used: Iterable[torch.Tensor], *, may_rerun: bool = False) -> None:
         """The program goes on after a norm of bad gradients. Stops it if it uses them, unless they were bad
-        on this rank and are no longer: of several ranks, each has seen its own."""
+        on this rank and are no longer: of several ranks, each has seen its own. Of shards, each holds a part:
+        the norm was of all."""
         used = list(used)
-        is_bad = self._recorder.bad_among
-        is_mended = not is_bad([p.grad for p in used if p.grad is not None]) and is_bad(
-            [self._adapter.kept_gradients[id(p)] for p in used if id(p) in self._adapter.kept_gradients]
-        )
+        kept = [self._adapter.kept_gradients[id(p)] for p in used if id(p) in self._adapter.kept_gradients]
+        was_bad = are_in_shards(self._models.values()) or self._are_bad_here(kept)
+        is_mended = was_bad and not self._are_bad_here(p.grad for p in used if p.grad is not None)
         is_discarded = is_mended or not used
         with self._discarding(may_rerun=may_rerun) if is_discarded else contextlib.nullcontext():
             self._end_pass(used)
+
+    def _are_bad_here(self, gradients: Iterable[torch.Tensor]) -> bool:
+        """Of shards, this rank's."""
+        return bool(self._recorder.bad_among([local_part(each) for each in gradients]))
 
     def _take_kept(self) -> None:
         """The step is stopped: its gradients are again those that were bad."""
@@ -710,8 +713,8 @@ class Watch(Locator):
 
     def _clip_module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """For FullyShardedDataParallel's own clip."""
-        if not self._driver.has_ended_pass:
-            self._scan_gradients(fsdp1.sharded_parameters(module))
+        if not (self._driver.has_ended_pass or self._is_deferred):
+            self._scan_gradients(fsdp1.sharded_parameters(module), may_defer=True)
         with self._recorder.suspended():
             return original(module, *args, **kwargs)
 
