@@ -23,6 +23,7 @@ void bind_arguments(pybind11::module_& m);         // command lines
 void bind_trace(pybind11::module_& m);             // the operator trace
 void bind_watch(pybind11::module_& m);             // the module stack, the module watch
 void bind_plain_containers(pybind11::module_& m);  // tensors in arguments
+void bind_surroundings(pybind11::module_& m);      // of calls
 void bind_recorder(pybind11::module_& m);          // steps that can be executed again
 void bind_replay(pybind11::module_& m);            // bundles and replay
 void bind_operator_registration(pybind11::module_& m);

@@ -380,6 +380,7 @@ PYBIND11_MODULE(_C, m) {
   bind_arguments(m);
   bind_trace(m);
   bind_plain_containers(m);
+  bind_surroundings(m);
   bind_recorder(m);
   bind_watch(m);
   bind_boundary(m);

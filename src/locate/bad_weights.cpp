@@ -76,24 +76,27 @@ bool are_unlike(const RankEvidence& one, const RankEvidence& other, const std::s
 }
 
 void leave_out_unlike_copies(const Incident& incident, Origin& origin) {
+  std::set<int> unlike;
   const auto is_unlike = [&](int peer) {
     const RankEvidence* const other = incident.find(peer);
-    return other != nullptr && std::ranges::any_of(origin.candidates, [&](int candidate) {
-             const RankEvidence* const own = incident.find(candidate);
-             return own != nullptr && are_unlike(*own, *other, origin.parameter);
-           });
+    const bool is_other =
+        other != nullptr && std::ranges::any_of(origin.candidates, [&](int candidate) {
+          const RankEvidence* const own = incident.find(candidate);
+          return own != nullptr && are_unlike(*own, *other, origin.parameter);
+        });
+    if (is_other) unlike.insert(peer);
+    return is_other;
   };
-  bool has_left_out = false;
   for (Fact& fact : origin.facts) {
-    if (fact.kind != FactKind::copies_clean) continue;
-    has_left_out |= std::erase_if(fact.peers, is_unlike) > 0;
+    if (fact.kind == FactKind::copies_clean) std::erase_if(fact.peers, is_unlike);
   }
-  if (!has_left_out) return;
+  if (unlike.empty()) return;
   const auto is_empty = [](const Fact& fact) {
     return fact.kind == FactKind::copies_clean && fact.peers.empty();
   };
   if (std::erase_if(origin.facts, is_empty) > 0) {
-    origin.facts.push_back({.kind = FactKind::no_copy_elsewhere});
+    origin.facts.push_back(
+        {.kind = FactKind::no_copy_elsewhere, .peers = {unlike.begin(), unlike.end()}});
   }
 }
 
@@ -110,6 +113,7 @@ void add_value_of_copies(const Incident& incident, Origin& origin) {
       if (each.parameter != origin.parameter || each.element != origin.tensor->first_bad) continue;
       fact.peers.push_back(peer);
       fact.values.emplace_back(std::to_string(peer), each.value);
+      break;
     }
   }
   if (!fact.peers.empty()) origin.facts.push_back(std::move(fact));
@@ -151,7 +155,8 @@ struct Kept {
 };
 
 /// Names among the optimizer's states, whose values say nothing.
-constexpr std::string_view kWrittenByProgram = "written_by_program", kBadAtStart = "bad_at_start";
+constexpr std::string_view kWrittenByProgram = "written_by_program", kBadAtStart = "bad_at_start",
+                           kLoadedLast = "loaded_last";
 
 bool has_mark(const RankEvidence& rank, std::int64_t parameter, std::string_view mark) {
   return std::ranges::any_of(rank.ledger().optimizer_states, [&](const OptimizerState& state) {
@@ -210,7 +215,8 @@ void add_kept(const RankEvidence& rank, const ParameterRecord& parameter, const 
   if (parameter.shard && !parameter.shard->contains(weight.first_bad)) return;
   for (const OptimizerState& state : rank.ledger().optimizer_states) {
     const bool is_number = state.name == "lr" || state.name == "eps" ||
-                           state.name == kWrittenByProgram || state.name == kBadAtStart;
+                           state.name == kWrittenByProgram || state.name == kBadAtStart ||
+                           state.name == kLoadedLast;
     if (state.parameter != parameter.id || is_number) continue;
     auto& kind = kept.of(state);
     kind.names.insert(state.name);
@@ -225,26 +231,40 @@ void add_fact(FactKind kind, const Kept::Of& of, Origin& origin) {
                           .names = {of.names.begin(), of.names.end()}});
 }
 
+/// The weight is as the step's first one, or a load, has given it to the program. One rank of
+/// several may have loaded or initialised its copy alone: a finite one elsewhere is no proof of
+/// damage.
+void add_bad_beginning(FactKind kind, Origin& origin) {
+  Fact fact{.kind = kind, .ranks = origin.candidates};
+  if (const Fact* const clean = find_fact(origin.facts, FactKind::copies_clean)) {
+    fact.peers = clean->peers;
+  }
+  std::erase_if(origin.facts,
+                [](const Fact& each) { return each.kind == FactKind::copies_clean; });
+  origin.facts.push_back(std::move(fact));
+}
+
 void add_update(const Findings& findings, Origin& origin) {
   Kept kept;
-  bool was_finite = false, is_written = false, is_of_start = true;
+  bool was_finite = false, is_written = false, is_of_start = true, is_loaded = true;
   std::optional<std::int64_t> finite_after;
   for (const int candidate : origin.candidates) {
     const RankEvidence* const rank = findings.incident().find(candidate);
     const auto position = rank == nullptr ? std::nullopt : rank->position_of(origin.parameter);
     const BadParameter* const bad =
         position ? rank->find_bad(Phase::params_before, *position) : nullptr;
-    is_of_start &= bad != nullptr;
+    is_of_start &= bad != nullptr, is_loaded &= bad != nullptr;
     if (bad == nullptr) continue;
     add_kept(*rank, rank->parameter(*position), bad->sighting->stats, kept);
     is_written |= has_mark(*rank, rank->parameter(*position).id, kWrittenByProgram);
     is_of_start &= has_mark(*rank, rank->parameter(*position).id, kBadAtStart);
+    is_loaded &= has_mark(*rank, rank->parameter(*position).id, kLoadedLast);
     if (!kept.undefined) kept.undefined = undefined_update(*rank, rank->parameter(*position).id);
     finite_after = rank->ledger().weights_finite_after;  // the same on all ranks
     was_finite = finite_after && *finite_after + 1 == rank->ledger().iteration;
   }
-  if (is_of_start && !has_fact(origin.facts, FactKind::copies_clean)) {
-    origin.facts.push_back({.kind = FactKind::bad_at_start, .ranks = origin.candidates});
+  if (is_of_start || is_loaded) {
+    add_bad_beginning(is_loaded ? FactKind::loaded_last : FactKind::bad_at_start, origin);
     return;
   }
   const bool is_of_update = kept.bad.names.empty() && !was_finite && !is_written;

@@ -5,6 +5,7 @@
 #include <cctype>
 #include <map>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -55,17 +56,29 @@ bool has_value(const Birth& birth, double value) {
                              [&](const Operand& operand) { return operand.at_first_bad == value; });
 }
 
+bool speaks_of(const std::optional<CodeLine>& code, std::span<const std::string_view> words) {
+  if (!code) return false;
+  std::string text = code->text;
+  std::ranges::transform(text, text.begin(), [](unsigned char c) { return std::tolower(c); });
+  return std::ranges::any_of(
+      words, [&](std::string_view word) { return text.find(word) != std::string::npos; });
+}
+
 /// True if the divisor may be a number of labels: an integer, or what a line of the program that
 /// speaks of such things divides by.
 bool may_be_count(const Birth& birth, const Operand& divisor) {
   constexpr auto kWords =
       std::to_array<std::string_view>({"mask", "valid", "keep", "count", "num", "token", "label",
                                        "ignore", "pad", "weight", "len"});
-  if (divisor.dtype.find("int") != std::string::npos || !birth.code) return true;
-  std::string text = birth.code->text;
-  std::ranges::transform(text, text.begin(), [](unsigned char c) { return std::tolower(c); });
-  return std::ranges::any_of(
-      kWords, [&](std::string_view word) { return text.find(word) != std::string::npos; });
+  return divisor.dtype.find("int") != std::string::npos || !birth.code ||
+         speaks_of(birth.code, kWords);
+}
+
+/// Within a forward there are other counts: the tokens of an expert. `num_items_in_batch` is that
+/// of the losses of transformers (loss/loss_utils.py).
+bool is_of_labels(const Birth& birth) {
+  constexpr auto kWords = std::to_array<std::string_view>({"label", "ignore_index", "num_items"});
+  return speaks_of(birth.code, kWords) || speaks_of(birth.framework_code, kWords);
 }
 
 /// True for zero over zero, both of one element, if the divisor was not computed from parameters: a
@@ -90,7 +103,7 @@ bool is_empty_loss(const Birth& birth) {
   // aten/src/ATen/native/LossNLL.cpp: the mean of finite inputs is NaN only if the labels' total
   // weight is zero (all of them ignore_index).
   if (op.starts_with("aten::nll_loss")) return true;
-  if (birth.sighting.phase != Phase::loss) return false;
+  if (birth.sighting.phase != Phase::loss && !is_of_labels(birth)) return false;
   return is_mean_of_no_elements(birth);
 }
 

@@ -740,6 +740,8 @@ std::vector<std::string> steps_text(const Origin& origin) {
               has_fact(origin.facts, FactKind::bad_at_start)
                   ? "if it is finite there, or missing, or none was loaded: look for code that "
                     "leaves it as torch.empty made it, or loads into it with strict=False"
+              : has_fact(origin.facts, FactKind::loaded_last)
+                  ? "if it is finite there, print the parameter after the load"
                   : "if it is finite there, " + with_checked_updates("it")};
     case Action::check_buffer:
       if (origin.detail == Detail::made_earlier) {

@@ -92,6 +92,12 @@ std::string saved_text(const Verdict& verdict) {
   return "its latest, by a name without a step, is " + printable(verdict.launch->saved);
 }
 
+/// Of a checkpoint that the process has read again.
+std::string found_in(const CheckpointFile& file) {
+  if (!file.is_finite) return "";
+  return *file.is_finite ? ", which is finite" : ", where " + file.found;
+}
+
 /// What to load once the job may start again.
 std::string loaded_text(const Verdict& verdict) {
   const JobDecision& decision = verdict.decision;
@@ -121,9 +127,12 @@ std::string loaded_text(const Verdict& verdict) {
   if (decision.is_to_check) {
     const bool is_down = decision.kind == DecisionKind::do_not_restart;
     const bool is_unknown = folder.empty() && (!verdict.launch || verdict.launch->loaded.empty());
+    const auto& loaded = verdict.launch ? verdict.launch->loaded_elsewhere : std::nullopt;
     const std::string where =
-        is_unknown ? "this run was not seen to load or save one; FOLDER is in the job's script: "
-                   : "";
+        !is_unknown ? ""
+        : loaded    ? "this run has loaded " + printable(loaded->name) + found_in(*loaded) +
+                       "; FOLDER is where it saves: "
+                    : "this run was not seen to load or save one; FOLDER is in the job's script: ";
     return where + "run " + all +
            " (weights and optimizer) and LOAD the newest that it finds finite" +
            (is_down ? "; if there is none: start from the beginning"
@@ -223,8 +232,11 @@ std::string first_bad_step(const Verdict& verdict) {
 
 std::string loaded_by_run(const Verdict& verdict) {
   const bool is_known = verdict.launch && !verdict.launch->loaded.empty();
-  return is_known ? verdict.launch->loaded + ", which this run had loaded"
-                  : "the one that this run had loaded";
+  if (is_known) return verdict.launch->loaded + ", which this run had loaded";
+  if (!verdict.launch || !verdict.launch->loaded_elsewhere) {
+    return "the one that this run had loaded";
+  }
+  return printable(verdict.launch->loaded_elsewhere->name) + ", which this run had loaded";
 }
 
 const CheckpointFile* checkpoint_before_growth(const Verdict& verdict) {
@@ -244,7 +256,10 @@ const CheckpointFile* checkpoint_before_growth(const Verdict& verdict) {
 
 const CheckpointFile* loaded_and_read(const Verdict& verdict, const Origin& origin) {
   const bool may_be_stored = std::ranges::count(origin.alternatives, Suspect::checkpoint) > 0;
-  if (!may_be_stored || !verdict.launch || verdict.launch->loaded.empty()) return nullptr;
+  if (!may_be_stored || !verdict.launch) return nullptr;
+  const auto& elsewhere = verdict.launch->loaded_elsewhere;
+  if (elsewhere && elsewhere->is_finite) return &*elsewhere;
+  if (verdict.launch->loaded.empty()) return nullptr;
   const auto& found = verdict.launch->checkpoints;
   const auto loaded = std::ranges::find(found, verdict.launch->loaded, &CheckpointFile::name);
   return loaded != found.end() && loaded->is_finite ? &*loaded : nullptr;

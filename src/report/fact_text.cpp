@@ -273,6 +273,13 @@ std::string copies_magnitude_text(const Fact& fact) {
          " on " + ranks_text(fact.peers) + " is " + value_of(fact.value) + own;
 }
 
+/// "; the copy on rank 1 is finite"; "" if there is none.
+std::string finite_copies_text(const Fact& fact) {
+  if (fact.peers.empty()) return "";
+  return "; the " + std::string(fact.peers.size() == 1 ? "copy on " : "copies on ") +
+         ranks_text(fact.peers) + (fact.peers.size() == 1 ? " is finite" : " are finite");
+}
+
 /// "hold 0.012", "hold 0.012 (rank 1) and 0.013 (rank 3)".
 std::string copies_value_text(const Fact& fact) {
   const bool is_one = fact.peers.size() == 1;
@@ -661,7 +668,11 @@ std::string plain_text(const Fact& fact) {
     case every_copy_bad:
       return "every scanned copy of it is bad";
     case no_copy_elsewhere:
-      return "no rank that scanned it holds a copy to compare it with";
+      return fact.peers.empty()
+                 ? "no rank that scanned it holds a copy to compare it with"
+                 : "what " + ranks_text(fact.peers) + " " +
+                       (fact.peers.size() == 1 ? "holds" : "hold") +
+                       " under this name has other values, also where both are finite";
     case copies_not_scanned:
       return "whether the copies on " + ranks_text(fact.ranks) +
              " are clean is not known: the parameters were not scanned before the step";
@@ -689,7 +700,11 @@ std::string plain_text(const Fact& fact) {
     case samples:
       return "the step read " + joined(fact.names);
     case bad_at_start:
-      return "it was so when the first step began, and nothing has written to it since";
+      return "it was so when the first step began, and nothing has written to it since" +
+             finite_copies_text(fact);
+    case loaded_last:
+      return "the last that wrote to it was a load of the program's (load_state_dict)" +
+             finite_copies_text(fact);
     case optimizer_copy_finite:
       return "the optimizer's own copy of it (" + joined(fact.names) + ") on " +
              ranks_text(fact.ranks) + " is finite";

@@ -414,12 +414,19 @@ const char* chance_of_restart(const Verdict& verdict, const Origin& origin) {
   }
 }
 
+bool is_elsewhere(const Verdict& verdict, const CheckpointFile& loaded) {
+  return verdict.launch->loaded_elsewhere && &loaded == &*verdict.launch->loaded_elsewhere;
+}
+
 /// What its author is to look at.
 std::vector<std::string> next_of(const Verdict& verdict, const Origin& origin) {
   const CheckpointFile* const loaded = loaded_and_read(verdict, origin);
   if (loaded == nullptr || origin.cause != Cause::bad_weight) return steps_text(origin);
   if (loaded->is_finite == true && has_fact(origin.facts, FactKind::bad_at_start)) {
     return steps_text(origin);
+  }
+  if (loaded->is_finite == false && is_elsewhere(verdict, *loaded)) {
+    return {"find what wrote " + printable(loaded->name) + ", and load another"};
   }
   return {with_checked_updates(loaded->is_finite == true ? loaded->name
                                                          : "the one before " + loaded->name)};
@@ -672,6 +679,7 @@ std::vector<std::string> reasons_of(const Origin& origin) {
                                    FactKind::learning_rate,
                                    FactKind::optimizer_state_bad,
                                    FactKind::bad_at_start,
+                                   FactKind::loaded_last,
                                    FactKind::samples,
                                    FactKind::discarded};
   std::vector<std::string> reasons;
@@ -683,7 +691,8 @@ std::vector<std::string> reasons_of(const Origin& origin) {
     const bool is_of_copies =  // the update made every copy
         fact.kind == FactKind::no_copy_elsewhere &&
         (has_fact(origin.facts, FactKind::update_undefined) ||
-         has_fact(origin.facts, FactKind::bad_at_start));
+         has_fact(origin.facts, FactKind::bad_at_start) ||
+         has_fact(origin.facts, FactKind::loaded_last));
     const bool is_of_memory =  // its line is shown
         fact.kind == FactKind::allocated_not_written &&
         has_fact(origin.facts, FactKind::read_unwritten_memory);

@@ -122,7 +122,8 @@ constexpr auto json_fields(const Launch*) {
       JsonAdded(JsonField("steps_before", &L::steps_before, -kMostBefore, kMostBefore)),
       JsonAdded(JsonOrNull("log", &L::log)), JsonAdded(JsonField("log_begin", &L::log_begin)),
       JsonAdded(JsonField("logs", &L::logs)), JsonAdded(JsonField("endings", &L::endings)),
-      JsonAdded(JsonOrNull("loaded", &L::loaded)), JsonAdded(JsonOrNull("saved", &L::saved)));
+      JsonAdded(JsonOrNull("loaded", &L::loaded)), JsonAdded(JsonOrNull("saved", &L::saved)),
+      JsonAdded(JsonField("loaded_elsewhere", &L::loaded_elsewhere)));
 }
 
 constexpr auto json_fields(const JobLayout*) {

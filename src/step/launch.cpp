@@ -121,12 +121,24 @@ std::string latest_saved_without_step() {
   return saved_without_step;
 }
 
+std::string path_of_loaded() {
+  const std::lock_guard lock(files_mutex);
+  return loaded_path;
+}
+
 /// The first name below `folder` of what was loaded; "" if that lies elsewhere.
 std::string loaded_from(const fs::path& folder) {
   const std::lock_guard lock(files_mutex);
   const fs::path below = fs::path(loaded_path).lexically_relative(folder);
   return below.empty() || *below.begin() == ".." || *below.begin() == "." ? ""
                                                                           : below.begin()->string();
+}
+
+void note_loaded_elsewhere(Launch& launch) {
+  std::string path = path_of_loaded();
+  const bool is_listed =
+      std::ranges::count(launch.checkpoints, launch.loaded, &CheckpointFile::name) > 0;
+  if (!is_listed && !path.empty()) launch.loaded_elsewhere = {.name = std::move(path)};
 }
 
 }  // namespace
@@ -197,19 +209,23 @@ bool read_checkpoints(Verdict& verdict, const LocatorOptions& options,
       !is_of_growth && verdict.job.are_weights_finite == true && !decision.is_to_check &&
       decision.newest_step.value_or(verdict.iteration) >= verdict.iteration - 1;
   if (course_of(verdict) != Course::stops || decision.kind == DecisionKind::none_needed ||
-      is_fault_in_none || !launch.steps_before) {
+      is_fault_in_none) {
     return false;
   }
   const std::int64_t newest =
-      decision.newest_step.value_or(verdict.iteration) + *launch.steps_before;
+      decision.newest_step.value_or(verdict.iteration) + launch.steps_before.value_or(0);
   std::vector<CheckpointFile*> in_question;
   for (CheckpointFile& each : launch.checkpoints) {
+    if (!launch.steps_before) break;  // which of them count is not known
     const bool is_loaded = decision.is_to_check && each.name == launch.loaded;
     if (is_loaded) in_question.insert(in_question.begin(), &each);
     if (!is_loaded && each.step <= newest) in_question.push_back(&each);
   }
   const auto end = std::chrono::steady_clock::now() + limit;
-  bool has_read = false;
+  if (decision.is_to_check && launch.loaded_elsewhere) {
+    options.read_checkpoint(launch.loaded_elsewhere->name, limit, *launch.loaded_elsewhere);
+  }
+  bool has_read = launch.loaded_elsewhere && launch.loaded_elsewhere->is_finite;
   for (CheckpointFile* const each : in_question) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
         end - std::chrono::steady_clock::now());
@@ -247,7 +263,10 @@ Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t fir
     fs::path folder = checkpoint_dir.empty() ? saved.folder : checkpoint_dir;
     // In the first step nothing is lost by loading the same again, and it may hold the fault.
     if (folder.empty() && iteration <= first) folder = folder_of_loaded();
-    if (folder.empty()) return launch;
+    if (folder.empty()) {
+      note_loaded_elsewhere(launch);
+      return launch;
+    }
     launch.checkpoint_dir = fs::absolute(folder).lexically_normal().string();
     launch.checkpoints = checkpoints_in(folder);
     launch.loaded = loaded_from(launch.checkpoint_dir);
@@ -256,6 +275,7 @@ Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t fir
       const bool is_same = launch.steps_before == saved.step - *saved.updates;
       launch.steps_before = is_same ? launch.steps_before : saved.offset;
     }
+    note_loaded_elsewhere(launch);
   } catch (const std::exception&) {  // what is missing is said to be unknown
   }
   return launch;

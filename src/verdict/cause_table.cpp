@@ -430,7 +430,12 @@ std::vector<Suspect> alternatives_of(const Origin& origin, const CauseRow& row) 
   if (was_changed_in_place(origin)) return {Suspect::last_update};
   if (may_be_hit(origin) && is_made_earlier(origin)) return {Suspect::memory};
   if (origin.cause == Cause::bad_weight && is_made_earlier(origin)) return {};
-  if (has<FactKind::bad_at_start>(origin)) return {Suspect::checkpoint, Suspect::initialisation};
+  if (const Fact* const start = find_fact(origin.facts, FactKind::bad_at_start)) {
+    std::vector<Suspect> open = {Suspect::checkpoint, Suspect::initialisation};
+    if (!start->peers.empty()) open.push_back(Suspect::memory);
+    return open;
+  }
+  if (has<FactKind::loaded_last>(origin)) return {Suspect::checkpoint, Suspect::memory};
   if (has<FactKind::written_by_program>(origin)) {
     return {Suspect::writer, Suspect::last_update, Suspect::memory};
   }

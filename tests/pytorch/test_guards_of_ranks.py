@@ -107,6 +107,19 @@ def guard(step):
 
 train(guard)
 """
+SCALES = """
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+scaler = ShardedGradScaler(device="cpu", init_scale=2.0**24, growth_interval=6)
+for step in range(1, 8):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.rand(6, 8), False).square().mean()
+    scaler.scale(loss).backward(){unscale}
+    scaler.step(optimizer)
+    scaler.update()
+assert scaler.get_scale() < 2.0**24
+"""
 DIGEST = """
 weights = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
 sys.stdout.write(f"digest {rank} {[float(p.sum()) for p in weights]}\\n")
@@ -168,3 +181,13 @@ def test_what_one_rank_alone_does_about_a_norm_stops_all(script, rank):
     found = verdict()
     assert found["iteration"] == 3 and not found["job"]["is_discarded"]
     assert [each["coordinates"]["rank"] for each in found["origins"]] == [1]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("unscale", ["", "\n    scaler.unscale_(optimizer)\n    norm_of()"])
+def test_what_the_scaler_of_shards_leaves_out_is_no_finding(unscale):
+    script = SCALES.format(unscale=unscale)
+    watched, alone = torchrun(script, "fsdp1", "-m", "nanlocator"), torchrun(script, "fsdp1")
+    assert watched.returncode == alone.returncode == 0, watched.stderr
+    assert sorted(watched.stdout.splitlines()) == sorted(alone.stdout.splitlines())
+    assert "WARNING[" not in watched.stderr

@@ -134,6 +134,7 @@ namespace nanlocator::inline verdict_room {
   FACT(gradients_left)                                                        \
   FACT(written_by_program)                                                    \
   FACT(bad_at_start)                                                          \
+  FACT(loaded_last)                                                           \
   FACT(update_undefined)                                                      \
   FACT(optimizer_copy_finite)                                                 \
   FACT(optimizer_state_finite)                                                \

@@ -173,6 +173,8 @@ struct Launch {
   std::vector<RankLog> logs;        // of ranks that did not answer, if other files
   std::vector<RankEnding> endings;  // of ranks that did not answer, where they are known
   std::string loaded;  // the name in it of what this process loaded last; "" if that is not known
+  /// That, if it is in none of `checkpoints`: its path is the name, the step means nothing.
+  std::optional<CheckpointFile> loaded_elsewhere;
   /// The path of the latest checkpoint that it has saved by a name without a step; "" for none.
   std::string saved;
 };

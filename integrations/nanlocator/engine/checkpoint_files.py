@@ -5,7 +5,8 @@ finds the one to load."""
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from nanlocator.hooks.patches import Patches
 
 _MOST_LEVELS = 3  # {"state": {"model": {"weight": ...}}}
 _MOST_MEMBERS = 64  # beside the weights
+
+# Path and names of what was loaded before the parameters were known; without names, a checkpoint.
+_loaded_before: deque[tuple[str | None, list[Any] | None]] = deque(maxlen=16)
 
 
 class CheckpointFiles:
@@ -31,6 +35,8 @@ class CheckpointFiles:
     def __init__(self, updates: Callable[[], int | None], names: Callable[[], Collection[str]]) -> None:
         _C.forget_saved_checkpoints()  # of an earlier training in this process
         self._updates, self._names = updates, names
+        if names() and _loaded_before:
+            _C.note_loaded_checkpoint(_latest_with(names()) or "")
         self._patches = Patches(__name__)
         self._patches.wrap(points.TORCH_LOAD, self._load)
         self._patches.wrap(points.TORCH_SAVE, self._save)
@@ -46,8 +52,11 @@ class CheckpointFiles:
     def _load(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         loaded = original(*args, **kwargs)
         with contextlib.suppress(Exception):  # a note must not end what has been loaded
-            if not (names := self._names()) or _holds_weights(loaded, names):
-                _note_loaded(args[0] if args else kwargs.get("f"))
+            file = args[0] if args else kwargs.get("f")
+            if not (names := self._names()):
+                _loaded_before.append((_path_of(file), list(_keys_in(loaded))))
+            if not names or _holds_weights(loaded, names):
+                _note_loaded(file)
         return loaded
 
     def _save(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +80,10 @@ class CheckpointFiles:
     def _load_distributed(self, original: Any, reader: Any, *args: Any, **kwargs: Any) -> Any:
         loaded = original(reader, *args, **kwargs)
         with contextlib.suppress(Exception):
-            _note_loaded(getattr(reader, "path", None))
+            path = getattr(reader, "path", None)
+            if not self._names():
+                _loaded_before.append((_path_of(path), None))
+            _note_loaded(path)
         return loaded
 
     def _save_distributed(self, original: Any, writer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,6 +92,19 @@ class CheckpointFiles:
         with contextlib.suppress(Exception):
             _note_saved(getattr(writer, "path", None), updates)
         return saved
+
+
+def _latest_with(names: Collection[str]) -> str | None:
+    """The latest file that was loaded before the parameters were known and that has one of them: the others
+    may be data."""
+    last = {name.rpartition(".")[2] for name in names}
+    loaded = [
+        path
+        for path, keys in _loaded_before
+        if keys is None or any(_ends_with(key, names, last) for key in keys)
+    ]
+    _loaded_before.clear()
+    return loaded[-1] if loaded else None
 
 
 def _note_loaded(file: Any) -> None:
@@ -102,24 +127,28 @@ def _path_of(file: Any) -> str | None:
     return None if ":/" in path else os.path.abspath(path)
 
 
-def _holds_weights(saved: Any, names: Collection[str], levels: int = _MOST_LEVELS) -> bool:
-    """Whether it is a module, or has a state dictionary of one of these parameters; a wrapper may have put
+def _holds_weights(saved: Any, names: Collection[str]) -> bool:
+    """Whether it is a module, or has a state dictionary, with one of these parameters; a wrapper may have put
     something before the names ("module.weight")."""
+    last = {name.rpartition(".")[2] for name in names}
+    return any(_ends_with(key, names, last) for key in _keys_in(saved))
+
+
+def _keys_in(saved: Any, levels: int = _MOST_LEVELS) -> Iterator[str]:
+    """The names of parameters and tensors in modules and dictionaries."""
     if isinstance(saved, torch.nn.Module):
-        return any(name in names for name, _ in saved.named_parameters())
+        yield from (name for name, _ in saved.named_parameters())
+        return
     if isinstance(saved, dict):
-        last = {name.rpartition(".")[2] for name in names}
-        if any(
-            isinstance(value, torch.Tensor) and _ends_with(key, names, last) for key, value in saved.items()
-        ):
-            return True
+        yield from (key for key, value in saved.items() if isinstance(value, torch.Tensor))
         members: Iterable[Any] = saved.values()
     elif isinstance(saved, list | tuple):
         members = saved
     else:
-        return False
+        return
     inner = [each for each in members if isinstance(each, dict | list | tuple | torch.nn.Module)]
-    return levels > 1 and any(_holds_weights(each, names, levels - 1) for each in inner[:_MOST_MEMBERS])
+    for each in inner[:_MOST_MEMBERS] if levels > 1 else []:
+        yield from _keys_in(each, levels - 1)
 
 
 def _ends_with(key: Any, names: Collection[str], last: set[str]) -> bool:

@@ -234,6 +234,18 @@ UNSCALE = _row(
     "loops.watch",
     "gradients before GradScaler unscales them",
 )
+SHARDED_SCALE = _row(
+    "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler",
+    "scale",
+    "loops.watch",
+    "losses before scaling, under FSDP1",
+)
+SHARDED_UNSCALE = _row(
+    "torch.distributed.fsdp.sharded_grad_scaler:ShardedGradScaler",
+    "unscale_",
+    "loops.watch",
+    "gradients before ShardedGradScaler unscales them",
+)
 # A closure's scan comes before a watch's scan, which covers other parameters.
 TOTAL_NORM = _row(
     "torch.nn.utils.clip_grad", "_get_total_norm", "loops.watch", "gradients before their norm is taken"

@@ -82,6 +82,7 @@ class PlainAdapter(Adapter):
         ] = {}  # by the parameter's id: scanned in place of its own
         self.has_own_state = False  # the program has registered further state of its passes
         self.written_by_program: Callable[[], list[torch.Tensor]] = list  # parameters, before the step
+        self.loaded_last: Callable[[], list[torch.Tensor]] = list  # parameters
         self.has_changed_weights = False  # the weights differ from those that the step used
         kept = {t: p for each in models.values() for t, p in fsdp2.whole_and_sharded(each)}
         self._names = {kept.get(p, p): n for n, p in self._named("named_parameters")}
@@ -214,24 +215,30 @@ class PlainAdapter(Adapter):
             for i, part, optimizer in used
             for name, value in state_numbers(optimizer, part.tensor)
         ]
-        written = set(self.written_by_program())
-        writes = [
-            (i, "written_by_program", torch.ones(()), 0) for i in ids if self.parts[i].tensor in written
-        ]
         starts = [
-            (i, "bad_at_start", torch.ones(()), 0)
-            for i in ids
-            if (part := self.parts[i]).tensor._version
-            == self._bad_at_start.get((id(part.tensor), part.begin))
+            part.tensor
+            for part in (self.parts[i] for i in ids)
+            if self._bad_at_start.get((id(part.tensor), part.begin)) == local_part(part.tensor)._version
         ]
-        return tensors + numbers + writes + starts
+        writers = {
+            "written_by_program": set(self.written_by_program()),
+            "loaded_last": set(self.loaded_last()),
+            "bad_at_start": set(starts),
+        }
+        marks = [
+            (i, name, torch.ones(()), 0)
+            for name, written in writers.items()
+            for i in ids
+            if self.parts[i].tensor in written
+        ]
+        return tensors + numbers + marks
 
     def look_at_start(self) -> None:
         """When the first step begins: which weights are bad already. Waits for the device."""
         for part in self.parts:
             stats = _C.scan_one(part.view(part.tensor))
             if stats is not None and not stats.is_finite:
-                self._bad_at_start[id(part.tensor), part.begin] = part.tensor._version
+                self._bad_at_start[id(part.tensor), part.begin] = local_part(part.tensor)._version
 
     def skips_bad_updates(self) -> bool:
         """A loss scaler that has seen an overflow, or will, leaves out the update."""

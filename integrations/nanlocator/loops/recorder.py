@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nanlocator import _C
-from nanlocator.calls.modules import class_name
+from nanlocator.calls.modules import class_name, local_part
 from nanlocator.engine.blocked_rerun import not_blocked
 from nanlocator.engine.driver import Named
 from nanlocator.engine.this_rank import is_distributed, log
@@ -47,6 +47,7 @@ from nanlocator.state.batches import KeptBatch
 from nanlocator.state.buffers import Buffers
 from nanlocator.state.containers import mapped, replaced, tensors_beside, tensors_of
 from nanlocator.state.generators import GeneratorStates
+from nanlocator.state.surroundings import Surroundings, lost
 from nanlocator.state.switches import Switches, switches_of
 
 T = TypeVar("T")
@@ -116,12 +117,14 @@ class StepRecorder:
         self._ours: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] | None = None  # once one is asked for
         self._switches: weakref.WeakKeyDictionary[nn.Module, Switches] = weakref.WeakKeyDictionary()
+        self._surroundings: weakref.WeakKeyDictionary[nn.Module, Surroundings] = weakref.WeakKeyDictionary()
         self.evaluation: Evaluation | None = None  # calls belong to it, not to a step
         self.losses: list[torch.Tensor] = []  # losses of this step's backwards, detached
         self._broken: _BrokenCall | None = None  # the latest call that an error has ended
         self._survived: list[_BrokenBackward] = []  # those of this step that had written gradients
         self._without_gradient = 0  # calls of modules under `no_grad` that this step has kept
         self.unscaled = WeakIdKeyDictionary()  # a loss scaler's inputs, by its results
+        self._loaded: dict[int, int] = {}  # parameter's id: its version after the latest load into it
         self.set_parameters(parameters)
         StepRecorder._active = self
         self._patches = Patches(__name__)
@@ -302,6 +305,8 @@ class StepRecorder:
         kept = self._keep_call(_ModuleCall, module, run, args, kwargs)
         if kept is None:
             self.give_up(f"the arguments of {class_name(module)} cannot be kept")
+        else:
+            kept[0].note_surroundings(self._surroundings[module])
         self._engine.begin_call()
         try:
             self._is_in_module = True
@@ -373,6 +378,7 @@ class StepRecorder:
     def _follow_switches(self, module: nn.Module) -> None:
         if module not in self._switches:
             self._switches[module] = switches_of(module)
+            self._surroundings[module] = Surroundings(module)
 
     def _now(self, module: nn.Module | None = None) -> "_SwitchesNow":
         """The switches of this module, or of all that were called."""
@@ -469,6 +475,7 @@ class StepRecorder:
         self._follower.before_backward(_C.tensors_in(args[0]))
         call = _EngineCall(original, *self._named((args, kwargs)), self._now(), accumulates=True)
         given = _C.tensors_in((args, kwargs))
+        call.node_hooks = _C.count_node_hooks(given)
         with self._writing_gradients(call, given, self._losses_in(args)):
             return original(*args, **kwargs)
 
@@ -544,11 +551,14 @@ class StepRecorder:
 
     def _around_load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a checkpoint brings into the weights is no write of the program's own."""
+        before = [(p, local_part(p)._version) for p in self._parameters]
         self._engine.set_loading(True)
         try:
             return original(*args, **kwargs)
         finally:
             self._engine.set_loading(False)
+            now = [(p, local_part(p)._version, version) for p, version in before]
+            self._loaded |= {id(p): version for p, version, earlier in now if version != earlier}
 
     def note_weights(self) -> None:
         """Notes the weights with which a pass begins."""
@@ -560,6 +570,10 @@ class StepRecorder:
 
     def written_by_program(self) -> list[torch.Tensor]:
         return self._engine.written_by_program()
+
+    def loaded_last(self) -> list[torch.Tensor]:
+        """Parameters to which nothing has written since a load."""
+        return [p for p in self._parameters if self._loaded.get(id(p)) == local_part(p)._version]
 
     def changed_weights(self) -> list[torch.Tensor]:
         """Weights that the program itself has written to in this pass."""
@@ -738,6 +752,12 @@ class StepRecorder:
         called.pop()
         return len(called) > 1 and all(each == called[0] for each in called)
 
+    def lost_surroundings(self) -> list[str]:
+        """After a re-run: what the program had set around its calls and has undone since."""
+        payloads = [event.payload for event in self._engine.needed()]
+        calls = [each for each in payloads if isinstance(each, _ModuleCall | _EngineCall)]
+        return list(dict.fromkeys(clause for each in calls for clause in each.lost))
+
     def repeats_compiled_code(self) -> bool:
         payloads = [event.payload for event in self._engine.needed()]
         return any(isinstance(each, _FunctionCall) and each.is_compiled for each in payloads)
@@ -847,6 +867,16 @@ class _ModuleCall(_Call):
     ) -> None:
         super().__init__(run, args, kwargs, switches)
         self.module = module
+        self.lost: list[str] = []  # in the latest re-run, see ``surroundings.lost``
+        self._surroundings: Surroundings | None = None
+
+    def note_surroundings(self, surroundings: Surroundings) -> None:
+        self._surroundings, self._surrounded_by = surroundings, surroundings.now()
+
+    def execute(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        if self._surroundings is not None:
+            self.lost = lost(self._surrounded_by, self._surroundings.now())
+        return super().execute(args, kwargs)
 
 
 class _CallWithoutGradient(_ModuleCall):
@@ -940,12 +970,17 @@ class _EngineCall:
         self._args, self._kwargs = args, kwargs
         self.accumulates = self.has_losses = accumulates
         self.losses: list[torch.Tensor] = []  # for torch.autograd.grad
+        self.node_hooks = 0  # in the graph below its roots
+        self.lost: list[str] = []  # in the latest re-run, see ``surroundings.lost``
 
     def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = mapped((self._args, self._kwargs), _Now(replay))
         self._switches.set()
         if self.has_losses:
             losses += [t for t in _C.tensors_in(args[0]) if t.numel() == 1]
+        if self.node_hooks > 0:
+            is_lost = self.node_hooks > _C.count_node_hooks(_C.tensors_in((args, kwargs)))
+            self.lost = ["a hook of a node of autograd's graph"] if is_lost else []
         return _C.tensors_in(self._run(*args, **kwargs))
 
 
@@ -1091,6 +1126,8 @@ class RecordedPass(PlainPass):
     def unseen_reads(self) -> str:
         """The loop has gone on since the calls. What their code reads of it is not bounded: replicas that
         were finite have read the same, and else nothing tells it from a device that erred once."""
+        if surrounded := self._recorder.lost_surroundings():
+            return f"{' and '.join(surrounded)}, which the loop had set around the call and then undone"
         if self._adapter.has_replicas or not (names := self._own_code()):
             return ""
         also = f" and {len(names) - 2} more" if len(names) > 2 else ""

@@ -151,6 +151,7 @@ class Watch(Locator):
         self._recorder = StepRecorder(self._adapter.tensors, self, resolved.recorded_bytes, batches)
         self._driver.add_state("the weights", WeightsState(self._recorder))
         self._adapter.written_by_program = self._recorder.written_by_program
+        self._adapter.loaded_last = self._recorder.loaded_last
         self._loop = LoopReading()
         self._is_left_out = False  # the update, of gradients that were scanned
         self._adds_after_norm = False  # the loop clips after each microbatch
@@ -578,6 +579,8 @@ class Watch(Locator):
             wrap(points.JOIN, self._enter_join)
         if fsdp1.wrapper_class() is not None:
             wrap(points.FSDP1_CLIP, self._clip_module)
+            wrap(points.SHARDED_SCALE, self._scale)
+            wrap(points.SHARDED_UNSCALE, self._unscale)
 
     def _enter_join(self, original: Callable[..., Any], join: Any) -> Any:
         """Ranks make different numbers of steps in it; those that have ended would not answer."""

@@ -432,8 +432,11 @@ class Refinement {
         origin.cause == Cause::pipeline_transfer || origin.cause == Cause::collective_result ||
         (origin.cause == Cause::collective_sum && origin.phase > Phase::backward);
     if (!is_witnessed) {
-      // A different outcome from a different state is no evidence against a machine.
-      if (rerun_.not_restored.empty()) origin.cause = Cause::not_reproduced;
+      // A different outcome from a different state is no evidence against a machine; a call that
+      // is executed alone, and then is finite, may lack the same state.
+      const bool is_restored = rerun_.not_restored.empty();
+      if (is_restored) origin.cause = Cause::not_reproduced;
+      if (!is_restored && origin.cause == Cause::not_reproduced) origin.cause = Cause::unknown;
       origin.place_confidence = std::min(origin.place_confidence, Confidence::medium);
       return;
     }
