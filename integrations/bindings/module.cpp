@@ -154,6 +154,7 @@ void bind_map(py::module_& m) {
       .def_property(
           "shard_group", [](const ParameterInfo& p) { return p.shard_group.ranks(); },
           [](ParameterInfo& p, std::vector<int> ranks) { p.shard_group = RankList(ranks); })
+      .def_readwrite("reduce_dtype", &ParameterInfo::reduce_dtype)
       .def_readwrite("placements", &ParameterInfo::placements)
       .def_readwrite("is_expert", &ParameterInfo::is_expert)
       .def_readwrite("is_shared", &ParameterInfo::is_shared)

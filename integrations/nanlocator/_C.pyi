@@ -99,6 +99,7 @@ class ParameterInfo(_Bound):
     shard: tuple[int, int] | None
     shard_row: int
     shard_group: list[int]
+    reduce_dtype: str
     placements: list[str]
     is_expert: bool
     is_shared: bool

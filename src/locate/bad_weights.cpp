@@ -239,8 +239,7 @@ void add_bad_beginning(FactKind kind, Origin& origin) {
   if (const Fact* const clean = find_fact(origin.facts, FactKind::copies_clean)) {
     fact.peers = clean->peers;
   }
-  std::erase_if(origin.facts,
-                [](const Fact& each) { return each.kind == FactKind::copies_clean; });
+  std::erase_if(origin.facts, [](const Fact& each) { return each.kind == FactKind::copies_clean; });
   origin.facts.push_back(std::move(fact));
 }
 

@@ -50,8 +50,8 @@ class Locator {
         if (origin.detail == Detail::unrecorded && is_of_loader) origin.detail = Detail::none;
         origin.facts.push_back(*std::move(samples));
       }
-      complete(origin);
       if (auto rate = learning_rate_of(incident, origin)) origin.facts.push_back(*std::move(rate));
+      complete(origin);
     }
     describe_job();
     describe_spread();

@@ -64,6 +64,19 @@ std::optional<double> sum_of_maxima(const Incident& incident, const Sighting& re
   return sum_of_addends(known, members.size(), received.op);
 }
 
+/// A gradient may be summed in a narrower dtype than it has afterwards.
+std::string dtype_of_sum(const Incident& incident, const Sighting& sighting,
+                         const std::vector<int>& members) {
+  for (const int member : members) {
+    const RankEvidence* const rank = incident.find(member);
+    const auto position = rank == nullptr ? std::nullopt : rank->position_of(sighting.parameter);
+    if (!position) continue;
+    const std::string& dtype = rank->parameter(*position).reduce_dtype;
+    if (!dtype.empty()) return dtype;
+  }
+  return sighting.dtype;
+}
+
 bool watches_gathers(const Ledger& ledger, const RankList& members) {
   return std::ranges::any_of(ledger.crossings, [&](const CrossingCoverage& each) {
     return each.watches_weights && each.is_whole() && each.members == members;
@@ -138,7 +151,7 @@ std::optional<Fact> overflow_of_sum(const Incident& incident, const Sighting& si
                                     const std::set<std::string_view>& parameters) {
   if (const auto sum = sum_of_maxima(incident, sighting, members, parameters)) {
     if (sighting.stats.nan > 0) return std::nullopt;
-    return sum_beyond_range(*sum, members.size(), sighting.dtype);
+    return sum_beyond_range(*sum, members.size(), dtype_of_sum(incident, sighting, members));
   }
   if (!is_near_overflow(sighting, 2.0 * static_cast<double>(members.size()))) return std::nullopt;
   return Fact{.kind = FactKind::sum_near_overflow,

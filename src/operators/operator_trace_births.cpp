@@ -1013,11 +1013,16 @@ void OperatorTrace::Impl::explain_bad_outputs(const at::RecordFunction& call, Fr
   }
 
   // A constant that a kernel writes itself is the kernel's result: std of one element fills with
-  // NaN. In a composite it is a mask.
-  const Frame* outer = frames.above(1);
-  const bool is_kernels_constant =
-      inputs.tensors == Content::finite && inputs.literals != Content::finite && outer != nullptr &&
-      outer->kind == FrameKind::operation && !outer->info->is_composite && !has_literal(*outer);
+  // NaN, and the backward of ctc_loss begins with full_like(-Inf). In a composite it is a mask.
+  const auto is_operation = [](const Frame* each) {
+    return each != nullptr && each->kind == FrameKind::operation;
+  };
+  std::size_t above = 1;
+  while (is_operation(frames.above(above)) && has_literal(*frames.above(above))) ++above;
+  const Frame* const outer = frames.above(above);
+  const bool is_kernels_constant = inputs.tensors == Content::finite &&
+                                   inputs.literals != Content::finite && is_operation(outer) &&
+                                   !outer->info->is_composite;
   if (is_kernels_constant) {
     const std::lock_guard lock(mutex);
     for (const TensorAt* output : bad) {

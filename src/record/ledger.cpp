@@ -27,7 +27,8 @@ constexpr auto json_fields(const ParameterRecord*) {
       JsonField("chunk", &P::chunk, 0, kMostChunks - 1),
       JsonField("may_be_untouched", &P::may_be_untouched),
       JsonField("is_tp_duplicate", &P::is_tp_duplicate), JsonField("is_tied", &P::is_tied),
-      JsonField("shard", &P::shard), JsonOmitEmpty("shard_group", &P::shard_group));
+      JsonField("shard", &P::shard), JsonOmitEmpty("shard_group", &P::shard_group),
+      JsonOmitEmpty("reduce_dtype", &P::reduce_dtype));
 }
 
 constexpr auto json_fields(const Coverage*) {

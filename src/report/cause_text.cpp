@@ -466,9 +466,23 @@ std::string writer_of(const Origin& origin) {
   return "the write of " + fact->writer + " and the read of " + fact->op;
 }
 
+/// Of a division whose result is too large for its dtype.
+std::optional<double> tiny_divisor_of(const Origin& origin) {
+  constexpr double kTiny = 1e-6;
+  const Fact* const fact = find_fact(origin.facts, FactKind::values_at_first_bad);
+  const bool is_division =
+      function_of(origin.op) == "div" && fact != nullptr && fact->values.size() == 2;
+  if (!is_division) return std::nullopt;
+  const double divisor = fact->values.back().second;
+  return std::abs(divisor) < kTiny ? std::optional(divisor) : std::nullopt;
+}
+
 std::string weight_of(const Origin& origin) {
-  const Fact* const fact = find_fact(origin.facts, FactKind::weight_maxima);
-  return fact == nullptr ? "the weight" : fact->parameter;
+  for (const FactKind kind : {FactKind::weight_maxima, FactKind::large_weight}) {
+    const Fact* const fact = find_fact(origin.facts, kind);
+    if (fact != nullptr && !fact->parameter.empty()) return fact->parameter;
+  }
+  return "the weight";
 }
 
 std::vector<std::string> ordering_steps(const Origin& origin, Concurrent other) {
@@ -792,6 +806,11 @@ std::vector<std::string> steps_text(const Origin& origin) {
                     short_number(weight->value.value_or(0)) + "): the learning rate" +
                     learning_rate_of(origin) + ", or code that writes weights",
                 "then the inputs of " + operation + magnitudes_of(origin)};
+      }
+      if (const auto divisor = tiny_divisor_of(origin)) {
+        return {"find what makes the divisor of " + operation + " so small (" +
+                    short_number(*divisor) + ")",
+                "if it may be, divide logarithms (x.log() - y.log()) or add an epsilon to it"};
       }
       return with_learning_rate(
           origin,

@@ -132,7 +132,7 @@ std::string loaded_text(const Verdict& verdict) {
         !is_unknown ? ""
         : loaded    ? "this run has loaded " + printable(loaded->name) + found_in(*loaded) +
                        "; FOLDER is where it saves: "
-                    : "this run was not seen to load or save one; FOLDER is in the job's script: ";
+                 : "this run was not seen to load or save one; FOLDER is in the job's script: ";
     return where + "run " + all +
            " (weights and optimizer) and LOAD the newest that it finds finite" +
            (is_down ? "; if there is none: start from the beginning"

@@ -165,7 +165,7 @@ Ledger GradientLocator::Impl::make_ledger(std::vector<std::string> extra_notes) 
     const auto& info = map.at(observed ? (*observed)[i] : parameters - 1 - i);
     ledger.backward_order.push_back({info.id, info.name, info.shape, info.may_be_untouched,
                                      info.is_tp_duplicate, info.is_tied, info.chunk, info.shard,
-                                     info.shard_group});
+                                     info.shard_group, info.reduce_dtype});
   }
   return ledger;
 }

@@ -108,8 +108,19 @@ bool is_repeated(const Origin& origin) {
 bool has_jumped(const Origin& origin) {
   constexpr double kMostGrowth = 1e4;
   const Fact* const maxima = find_fact(origin.facts, FactKind::weight_maxima);
-  return maxima != nullptr && maxima->value && !maxima->values.empty() &&
-         *maxima->value > kMostGrowth * maxima->values.back().second;
+  if (maxima != nullptr && maxima->value && !maxima->values.empty()) {
+    return *maxima->value > kMostGrowth * maxima->values.back().second;
+  }
+  // Of the weights before, only what updates by steady gradients may have added is known.
+  constexpr double kBeyondAny = 1e10, kMostOfUpdate = 10;
+  const Fact* const weight = find_fact(origin.facts, FactKind::large_weight);
+  const Fact* const rate = find_fact(origin.facts, FactKind::learning_rate);
+  const Fact* const gradients = find_fact(origin.facts, FactKind::did_not_climb);
+  if (weight == nullptr || rate == nullptr || gradients == nullptr) return false;
+  const double update =
+      rate->value.value_or(1) * std::max(kMostOfUpdate, gradients->value.value_or(0));
+  return weight->value.value_or(0) >
+         std::max(kBeyondAny, kMostGrowth * update * static_cast<double>(origin.iteration));
 }
 
 /// True if an optimizer's sum of squares is negative, which its own update cannot cause.

@@ -252,8 +252,24 @@ void set_checkpoint(const Verdict& verdict, bool is_before_step, JobDecision& de
   if (decision.is_to_check && job.are_weights_finite != true) decision.newest_step.reset();
 }
 
+/// A tensor that the program made before the first step, by code alone: it was seen to load
+/// nothing.
+bool is_made_by_start(const Verdict& verdict, const JobDecision& decision) {
+  if (!decision.origin || !verdict.launch || verdict.iteration > 1) return false;
+  const Origin& origin = verdict.origins[static_cast<std::size_t>(*decision.origin)];
+  const Launch& launch = *verdict.launch;
+  return origin.cause == Cause::bad_buffer && origin.parameter.empty() &&
+         launch.checkpoints.empty() && launch.loaded.empty() && !launch.loaded_elsewhere;
+}
+
 /// Where the checkpoints decide, and were read.
 void use_checkpoints(const Verdict& verdict, JobDecision& decision) {
+  if (is_made_by_start(verdict, decision)) {
+    decision.kind = DecisionKind::do_not_restart;
+    decision.is_to_check = false;
+    decision.page = Owner::model_author;
+    decision.ticket = Owner::nobody;
+  }
   const bool is_read = decision.is_to_check && verdict.launch && verdict.launch->steps_before;
   if (!is_read || verdict.launch->checkpoints.empty()) return;
   const auto& found = verdict.launch->checkpoints;

@@ -57,6 +57,8 @@ struct ParameterInfo {
   /// The ranks that shard the weight itself and gather it for each use (FSDP, ZeRO-3). Empty: each
   /// rank has the whole weight.
   RankList shard_group;
+  /// In which the ranks' gradients are summed, where that is another one: "float16"; else "".
+  std::string reduce_dtype;
   /// The placement of a DTensor in each dimension of its mesh: "dp: Shard(0)".
   std::vector<std::string> placements;
   bool is_expert = false;

@@ -85,6 +85,7 @@ struct ParameterRecord {
   int chunk = 0;  // virtual-pipeline model chunk: backward visits (chunk, pp) in descending order
   std::optional<ElementRange> shard;  // see ParameterInfo
   RankList shard_group{};             // see ParameterInfo
+  std::string reduce_dtype{};         // see ParameterInfo
   friend bool operator==(const ParameterRecord&, const ParameterRecord&) = default;
 };
 

@@ -69,13 +69,13 @@ def read_run(path: Path) -> Run:
     """``path``: a run's folder (its latest attempt with a verdict), an attempt's, or a verdict.json. Raises
     FormatError or OSError, whose text says what to do instead."""
     folder = path.parent if path.is_file() else path
-    if not path.is_file() and not (folder / "verdict.json").is_file():
-        attempts = [each for each in _attempts(folder) if (each / "verdict.json").is_file()]
+    if not path.is_file() and not _verdicts_in(folder):
+        attempts = [each for each in _attempts(folder) if _verdicts_in(each)]
         if not attempts:
             raise FileNotFoundError(f"{path} has no verdict.json, and no attempt (a0, a1, ...) that has one")
         folder = attempts[-1]
     folder = folder.absolute()
-    run = Run(folder, _read_verdict(path if path.is_file() else folder / "verdict.json"))
+    run = Run(folder, _read_verdict(path) if path.is_file() else _deciding_verdict(folder))
     own = _ATTEMPT.fullmatch(folder.name)
     for each in _attempts(folder.parent) if own else []:
         number = int(each.name[1:])
@@ -88,6 +88,25 @@ def read_run(path: Path) -> Run:
 def _attempts(folder: Path) -> list[Path]:
     found = [each for each in folder.iterdir() if _ATTEMPT.fullmatch(each.name) and each.is_dir()]
     return sorted(found, key=lambda each: int(each.name[1:]))
+
+
+def _verdicts_in(folder: Path) -> list[Path]:
+    """That of all ranks first."""
+    of_all = folder / "verdict.json"
+    return [*([of_all] if of_all.is_file() else []), *sorted(folder.glob("verdict_rank*.json"))]
+
+
+def _deciding_verdict(folder: Path) -> dict[str, Any]:
+    """That of all ranks. If it knows of nothing bad, because a rank ended alone, or if no rank was left to
+    write it, that of a rank that does."""
+    first = None
+    for file in _verdicts_in(folder):
+        verdict = _read_verdict(file)
+        if verdict.get("origins"):
+            return verdict
+        first = first or verdict
+    assert first is not None
+    return first
 
 
 def _read_verdict(file: Path) -> dict[str, Any]:
@@ -118,7 +137,7 @@ def _attempt(folder: Path, number: int) -> Attempt:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # it has just begun, or its disk is full
     try:
-        verdict = _read_verdict(folder / "verdict.json")
+        verdict = _deciding_verdict(folder) if _verdicts_in(folder) else None
     except (OSError, _C.FormatError):
         pass
     return Attempt(number, folder, started, verdict)

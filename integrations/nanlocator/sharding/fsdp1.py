@@ -156,6 +156,7 @@ def _parts_of(path: str, handle: Any) -> Iterator[Part]:
     group = dist.get_process_group_ranks(handle.process_group) if is_sharded else []
     for index, (name, shape) in enumerate(zip(_names_of(path, handle), flat._shapes, strict=True)):
         part = Part(flat if flat._params is None else flat._params[index], list(shape), name=name)
+        part.reduce_dtype = handle._reduce_dtype
         info = flat._shard_param_infos[index]
         if is_sharded and len(group) > 1:
             part.shard_group = group

@@ -179,6 +179,7 @@ def _part_of(param: Any) -> Part:
         placements=placements_of(tensor),
         is_tp_sharded=is_sharded_over_tp(tensor),
     )
+    part.reduce_dtype = param.mp_policy.reduce_dtype or param.mp_policy.param_dtype
     mesh_info = param.mesh_info
     size = getattr(mesh_info, "shard_mesh_size", 1)  # `replicate` has none
     if size == 1:

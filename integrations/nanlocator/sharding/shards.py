@@ -34,6 +34,7 @@ class Part:
     shard: the elements [begin, end) of the flattened parameter that this rank keeps; None: all.
     shard_row: for a shard of columns: ``shard`` is a range in each row, and a row has this many elements.
     shard_group: the global ranks that keep its shards.
+    reduce_dtype: in which gradients are summed over ranks, if it is known.
     is_tp_sharded: other tensor-parallel ranks have other parts of it.
     view: maps ``tensor``, its gradient or its optimizer state to this parameter's part.
     """
@@ -44,6 +45,7 @@ class Part:
     shard: tuple[int, int] | None = None
     shard_row: int = 0
     shard_group: list[int] = field(default_factory=list)
+    reduce_dtype: torch.dtype | None = None
     placements: list[str] = field(default_factory=list)
     is_tp_sharded: bool = False
     view: Callable[[torch.Tensor], torch.Tensor] = local_part
@@ -58,6 +60,8 @@ class Part:
         if self.shard_row:
             info.shard_row = self.shard_row
         info.shard_group = self.shard_group
+        if self.reduce_dtype not in (None, self.tensor.dtype):
+            info.reduce_dtype = str(self.reduce_dtype).removeprefix("torch.")
         info.placements = self.placements
 
 
