@@ -327,6 +327,22 @@ def test_a_later_verdict_is_followed_instead(tmp_path, slurm_here):
     assert next_of(tmp_path / "run").headline.startswith(str(tmp_path / "run" / "a1"))
 
 
+@pytest.mark.parametrize("is_left", [True, False])
+def test_the_verdict_of_a_rank_that_ended_alone_counts_where_that_of_all_knows_nothing(
+    is_left, tmp_path, no_slurm
+):
+    folder = planted(tmp_path, "RESTART_AS_IS", traced=True)
+    of_all = folder / "verdict.json"
+    verdict = json.loads(of_all.read_text())
+    (folder / "verdict_rank1.json").write_text(json.dumps(verdict | {"origins": [{"cause": "unknown"}]}))
+    (folder / "verdict_rank0.json").write_text(json.dumps(verdict | {"origins": []}))
+    of_all.write_text(json.dumps(verdict | {"origins": [], "decision": {"kind": "NONE_NEEDED"}}))
+    if not is_left:
+        of_all.unlink()
+    assert read_run(folder).decision["kind"] == "RESTART_AS_IS"
+    assert read_run(folder.parent).decision["traced"]
+
+
 def test_what_needs_a_trace_is_submitted_traced(tmp_path, slurm_here):
     slurm_here.gone()
     plan = next_of(planted(tmp_path, "RESTART_AS_IS", hosts=[], traced=True))

@@ -14,6 +14,7 @@ POLICIES = {
     "kept_after_forward": {"reshard_after_forward": False},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
 }
+SUMS = {"float16_sums": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}}
 VARIANTS = (
     "plain",
     *POLICIES,
@@ -28,7 +29,7 @@ VARIANTS = (
 
 def shard(net, variant):
     """Variants that begin with hsdp: two times two ranks."""
-    options = dict(POLICIES.get(variant.removeprefix("hsdp_"), {}))
+    options = dict((POLICIES | SUMS).get(variant.removeprefix("hsdp_"), {}))
     if variant.startswith("hsdp"):
         options["mesh"] = mesh(2, 2, names=("dp_replicate", "dp_shard"))
     if variant == "columns":

@@ -238,3 +238,26 @@ def evaluated(rank, world_size):
 
 def test_an_evaluation_that_is_bad_on_one_rank_alone_waits_for_no_other():
     assert run_kept_ranks(2, evaluated) == [([], []), ([False, False], [])]
+
+
+class Reduced(Fsdp2):
+    """Gradients that are finite on each rank, and whose sum over ranks is a float16."""
+
+    def __init__(self, rank, variant, fault=None, culprits=(1,)):
+        super().__init__(rank, variant, fault, culprits)
+        for module in (self.net.body, self.net.middle, self.net.head, self.model):
+            module.set_gradient_divide_factor(1.0)
+
+    def loss(self):
+        if self.number != 2:
+            return super().loss()
+        return 3.7e3 * self.model(torch.zeros(6, 4), torch.zeros(6, 1)).sum()  # at most 61,000
+
+
+def test_a_sum_that_leaves_the_range_of_a_narrower_dtype_accuses_no_machine():
+    verdict = sharded_runs.located(2, Reduced, "float16_sums", None)
+    (origin,) = verdict["origins"]
+    assert (origin["cause"], origin["phase"]) == ("collective_sum", "grad_reduced")
+    assert verdict["decision"]["kind"] == "DO_NOT_RESTART" and not verdict["decision"]["hosts"]
+    (overflow,) = [fact for fact in origin["facts"] if fact["kind"] == "sum_may_exceed_range"]
+    assert overflow["dtype"] == "float16"
