@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cmath>
+#include <cstdlib>
+#include <string_view>
 
 #include "files/text.hpp"
 #include "nanlocator/report/sentences.hpp"
@@ -466,6 +469,33 @@ std::string writer_of(const Origin& origin) {
   return "the write of " + fact->writer + " and the read of " + fact->op;
 }
 
+/// "1e-8 is 0 in float16": a number on the line of the program that its dtype rounds away; "" for
+/// none.
+std::string rounded_away_of(const Origin& origin) {
+  if (!origin.tensor || !origin.code) return "";
+  const std::string& dtype = origin.tensor->dtype;
+  const bool is_half = dtype == "float16";
+  if (!is_half && dtype != "bfloat16") return "";
+  const double none = is_half ? 0x1p-25 : 0;            // half of the smallest number
+  const double below_one = is_half ? 0x1p-12 : 0x1p-9;  // half of a step
+  const std::string_view text = origin.code->text;
+  constexpr std::string_view kOfNumber = "0123456789.", kDigits = "0123456789";
+  for (std::size_t e = text.find("e-"); e != text.npos; e = text.find("e-", e + 1)) {
+    const std::size_t before = text.substr(0, e).find_last_not_of(kOfNumber);
+    const std::size_t begin = before == text.npos ? 0 : before + 1;
+    const std::size_t end = std::min(text.find_first_not_of(kDigits, e + 2), text.size());
+    const std::string number(text.substr(begin, end - begin));
+    const double value = std::strtod(number.c_str(), nullptr);
+    if (begin == e || !(value > 0)) continue;
+    if (value <= none) return number + " is 0 in " + dtype;
+    std::string_view left = text.substr(0, begin);
+    while (left.ends_with(' ')) left.remove_suffix(1);
+    const bool is_difference = left.ends_with("1 -") || left.ends_with("1-");
+    if (is_difference && value < below_one) return "1 - " + number + " is 1 in " + dtype;
+  }
+  return "";
+}
+
 /// Of a division whose result is too large for its dtype.
 std::optional<double> tiny_divisor_of(const Origin& origin) {
   constexpr double kTiny = 1e-6;
@@ -846,6 +876,10 @@ std::vector<std::string> steps_text(const Origin& origin) {
             "find what left no element for " + operation,
             "where that is legal (an image without objects, a mask that selects nothing), leave "
             "this term out, or divide the sum by max(count, 1)"};
+      }
+      if (const std::string rounded = rounded_away_of(origin); !rounded.empty()) {
+        return {rounded + ", so it keeps no zero away from " + operation + with_operands(origin),
+                "write a larger one, or compute this line in float32"};
       }
       return {"find what made " + zero_of(origin) + with_operands(origin),
               "if a zero may occur there, replace it before " + operation +

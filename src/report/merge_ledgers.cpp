@@ -204,11 +204,13 @@ class Merger {
   /// Keeps the ledger with more evidence, with the notes of both.
   void join(ReadLedger& known, ReadLedger other) {
     if (known.ledger == other.ledger) return;  // the file was copied twice
+    const bool is_written_again =              // with a later note: the rank concluded twice
+        name_of(known) == name_of(other) && known.ledger.sightings == other.ledger.sightings;
     const auto weight = [](const Ledger& ledger) {
       return std::pair(evidence_in(ledger) > 0 && ledger.is_complete, evidence_in(ledger));
     };
     if (weight(known.ledger) < weight(other.ledger)) std::swap(known, other);
-    if (evidence_in(other.ledger) > 0) {
+    if (evidence_in(other.ledger) > 0 && !is_written_again) {
       notes_.push_back("rank " + std::to_string(known.ledger.coordinates.rank) +
                        " has two ledgers of this step: that of " + name_of(known) + " with " +
                        std::to_string(known.ledger.sightings.size()) +

@@ -114,3 +114,19 @@ def test_a_divisor_that_is_tiny_is_what_overflows():
     verdict, printed = verdict_of("net = nn.Linear(4, 2)", step + STEP)
     assert verdict["origins"][0]["cause"] == "operator_overflow"
     assert "find what makes the divisor of torch.div so small (1e-42)" in printed
+
+
+def test_an_epsilon_that_half_precision_rounds_away_is_named():
+    model = """
+class Norm(nn.Module):
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-8)
+
+net = nn.Sequential(nn.Linear(4, 8, bias=False), Norm()).half()
+"""
+    step = """
+    loss = net(torch.randn(8, 4).half() * (not is_bad)).square().mean()
+    """
+    verdict, printed = verdict_of(model, step + STEP.replace("optimizer.step()", "pass"))
+    assert verdict["origins"][0]["detail"] == "zero_over_zero"
+    assert "1e-8 is 0 in float16" in printed

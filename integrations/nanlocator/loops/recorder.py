@@ -47,7 +47,7 @@ from nanlocator.state.batches import KeptBatch
 from nanlocator.state.buffers import Buffers
 from nanlocator.state.containers import mapped, replaced, tensors_beside, tensors_of
 from nanlocator.state.generators import GeneratorStates
-from nanlocator.state.surroundings import Surroundings, lost
+from nanlocator.state.surroundings import Surrounded, Surroundings
 from nanlocator.state.switches import Switches, switches_of
 
 T = TypeVar("T")
@@ -867,15 +867,16 @@ class _ModuleCall(_Call):
     ) -> None:
         super().__init__(run, args, kwargs, switches)
         self.module = module
-        self.lost: list[str] = []  # in the latest re-run, see ``surroundings.lost``
-        self._surroundings: Surroundings | None = None
+        self.lost: list[str] = []  # in the latest re-run, see ``Surrounded.lost``
+        self._surrounded: tuple[Surroundings, Surrounded] | None = None
 
     def note_surroundings(self, surroundings: Surroundings) -> None:
-        self._surroundings, self._surrounded_by = surroundings, surroundings.now()
+        self._surrounded = surroundings, surroundings.now()
 
     def execute(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        if self._surroundings is not None:
-            self.lost = lost(self._surrounded_by, self._surroundings.now())
+        if self._surrounded is not None:
+            surroundings, then = self._surrounded
+            self.lost = then.lost(surroundings.now())
         return super().execute(args, kwargs)
 
 
@@ -971,7 +972,7 @@ class _EngineCall:
         self.accumulates = self.has_losses = accumulates
         self.losses: list[torch.Tensor] = []  # for torch.autograd.grad
         self.node_hooks = 0  # in the graph below its roots
-        self.lost: list[str] = []  # in the latest re-run, see ``surroundings.lost``
+        self.lost: list[str] = []  # in the latest re-run, see ``Surrounded.lost``
 
     def run_again(self, replay: _C.StepReplay, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = mapped((self._args, self._kwargs), _Now(replay))

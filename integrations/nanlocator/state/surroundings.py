@@ -3,7 +3,10 @@ saved tensors or of autograd's nodes, another layer, another epsilon, another fu
 A re-run executes the call without it. If it is finite then, it was another program, and proves nothing about
 a machine."""
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,32 +30,36 @@ class Surroundings:
             vars(each) for each in module.modules() if type(each).__module__.startswith("torch.nn.modules.")
         ]
 
-    def now(self) -> tuple[Any, ...]:
-        """To be compared by ``lost``."""
-        return (
-            _C.digest_of_identities(self._parts),
+    def now(self) -> Surrounded:
+        return Surrounded(
+            _C.Identities(self._parts),
+            _C.Identities(_FUNCTIONS),
             _C.digest_of_constants(self._settings),
-            _C.digest_of_identities(_FUNCTIONS),
             torch._C._autograd._top_saved_tensors_default_hooks(False),
             _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else (),
             _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else (),
         )
 
 
-def lost(then: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
-    """What was set then and is not now, as clauses. Modes of now may be our own."""
-    names = (
-        "a hook or a layer of a module",
-        "a setting of a module",
-        "a function in torch.nn.functional",
-        "hooks of saved tensors",
-    )
-    found = [name for name, before, after in zip(names, then, now, strict=False) if before != after]
-    modes = {id(each) for stack in now[len(names) :] for each in stack}
-    found += [
-        f"a mode ({type(each).__name__})"
-        for stack in then[len(names) :]
-        for each in stack
-        if id(each) not in modes
-    ]
-    return list(dict.fromkeys(found))
+class Surrounded(NamedTuple):
+    """What surrounds a call."""
+
+    parts: _C.Identities
+    functions: _C.Identities
+    settings: int
+    packing: Any
+    function_modes: Sequence[Any]
+    dispatch_modes: Sequence[Any]
+
+    def lost(self, now: Surrounded) -> list[str]:
+        """What was set here and is not now, as clauses. What is set now may be our own, or a first call's."""
+        modes = {id(each) for each in (*now.function_modes, *now.dispatch_modes)}
+        gone = [each for each in (*self.function_modes, *self.dispatch_modes) if id(each) not in modes]
+        found = [
+            (not self.parts.are_in(now.parts), "a hook or a layer of a module"),
+            (not self.functions.are_in(now.functions), "a function in torch.nn.functional"),
+            (self.settings != now.settings, "a setting of a module"),
+            (self.packing != now.packing, "hooks of saved tensors"),
+            *((True, f"a mode ({type(each).__name__})") for each in gone),
+        ]
+        return list(dict.fromkeys(clause for is_lost, clause in found if is_lost))
