@@ -37,10 +37,9 @@ constexpr auto kPlace = std::tuple(
     JsonField("layer", &P::layer), JsonField("chunk", &P::chunk), JsonField("bucket", &P::bucket),
     JsonField("bucket_offset", &P::bucket_offset), JsonField("shard", &P::shard),
     JsonOmitEmpty("shard_group", &P::shard_group), JsonOmitEmpty("reduce_dtype", &P::reduce_dtype),
-    JsonOmitEmpty("placements", &P::placements),
-    JsonField("is_expert", &P::is_expert), JsonField("is_shared", &P::is_shared),
-    JsonField("is_tp_duplicate", &P::is_tp_duplicate), JsonField("is_tied", &P::is_tied),
-    JsonField("may_be_untouched", &P::may_be_untouched));
+    JsonOmitEmpty("placements", &P::placements), JsonField("is_expert", &P::is_expert),
+    JsonField("is_shared", &P::is_shared), JsonField("is_tp_duplicate", &P::is_tp_duplicate),
+    JsonField("is_tied", &P::is_tied), JsonField("may_be_untouched", &P::may_be_untouched));
 
 }  // namespace
 
