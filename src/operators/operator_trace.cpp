@@ -289,6 +289,7 @@ void OperatorTrace::begin_pass() {
     trace.roots_of_backward.clear();
     trace.sent_in_forward.clear();
     trace.sent_in_backward.clear();
+    trace.sent_to_one.clear();
     trace.notes.clear();
     trace.transfers.clear();
     trace.unordered.clear();
@@ -320,6 +321,10 @@ void OperatorTrace::enter_phase(std::optional<Phase> phase) {
 Explanation OperatorTrace::explain(std::span<const NamedTensor> losses,
                                    std::span<const NamedTensor> gradients) {
   return impl_->explain(losses, gradients);
+}
+
+Explanation OperatorTrace::explain_sent() {
+  return impl_->explain_sent();
 }
 
 std::vector<UnorderedAccess> OperatorTrace::unordered_accesses() const {

@@ -169,6 +169,19 @@ Explanation OperatorTrace::Impl::explain(std::span<const NamedTensor> losses,
   return explanation;
 }
 
+Explanation OperatorTrace::Impl::explain_sent() {
+  ReachedByBirth reached;
+  {
+    const std::lock_guard lock(mutex);
+    for (const BirthId id : sent_to_one) {
+      const BirthKind kind = births[static_cast<std::size_t>(id)].birth.kind;
+      if (kind == BirthKind::literal || kind == BirthKind::collective) continue;
+      reached[id].push_back({ReachedKind::other_ranks, {}});
+    }
+  }
+  return explanation_of(std::move(reached), false);
+}
+
 Explanation OperatorTrace::Impl::explanation_of(ReachedByBirth reached, bool are_losses_unknown) {
   const std::lock_guard lock(mutex);
   if (are_losses_unknown) blame_forward(reached);

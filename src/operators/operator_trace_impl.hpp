@@ -200,6 +200,7 @@ struct OperatorTrace::Impl {
   // ---- explain.cpp
   [[nodiscard]] Explanation explain(std::span<const NamedTensor> losses,
                                     std::span<const NamedTensor> gradients);
+  [[nodiscard]] Explanation explain_sent();
   using ReachedByBirth = std::map<BirthId, std::vector<Reached>>;
   void blame_forward(ReachedByBirth& reached) const;
   void blame_functions(ReachedByBirth& reached) const;
@@ -242,6 +243,7 @@ struct OperatorTrace::Impl {
   std::vector<CustomNode> custom_nodes;
   std::vector<TracedBirth> births;
   std::set<BirthId> sent_in_forward, sent_in_backward;  // to other ranks
+  std::set<BirthId> sent_to_one;                        // of these
   TransfersInFlight transfers;
   std::vector<UnorderedAccess> unordered;
   ThreadAccesses threads;  // has its own lock

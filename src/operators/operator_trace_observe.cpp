@@ -214,6 +214,9 @@ void OperatorTrace::Impl::scan_what_is_sent(Frame& frame, ThreadFrames& frames) 
   const std::lock_guard lock(mutex);
   auto& sent = located(frames).is_backward ? sent_in_backward : sent_in_forward;
   sent.insert(frame.sent.begin(), frame.sent.end());
+  if (*frame.info->collective == CollectiveKind::send) {
+    sent_to_one.insert(frame.sent.begin(), frame.sent.end());
+  }
 }
 
 void OperatorTrace::Impl::use_declared_module(const Frame& frame, ThreadFrames& frames) {

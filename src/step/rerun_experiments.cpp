@@ -77,6 +77,8 @@ bool run_first(RerunPasses& passes, Evidence& evidence) {
   evidence.findings.changed = count_changed(passes.first_pass, evidence.explaining.pass.scanned);
   if (passes.has_ended_early(evidence.explaining.pass)) return false;
   evidence.is_bad_again = passes.locator.is_true_anywhere(evidence.explaining.pass.is_bad);
+  if (!evidence.is_bad_again)
+    evidence.explaining.explanation.reset();  // what was sent was harmless
   return true;
 }
 

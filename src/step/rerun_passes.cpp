@@ -70,7 +70,7 @@ static bool is_of_machine(std::string_view problem) {
 }
 
 Pass RerunPasses::run(const ForwardBackward& forward_backward,
-                      const std::function<void(const Pass&)>& when_bad) {
+                      const std::function<void(const Pass&)>& then) {
   Pass pass;
   const ResetAtExit<GradientScanner> is_over(scanner);  // even if an interrupt ends the pass
   scanned_by_owner.clear();
@@ -94,7 +94,7 @@ Pass RerunPasses::run(const ForwardBackward& forward_backward,
       pass.has_first_positions = boundaries && boundaries->has_same_crossings();
     }
     scan_results(pass);
-    if (pass.is_bad && when_bad) when_bad(pass);
+    if (then) then(pass);
   } catch (const std::exception& error) {
     pass.problem = first_line(error);
     pass.error = std::current_exception();
@@ -209,7 +209,8 @@ TracedPass RerunPasses::run_traced(std::optional<double> fresh_memory) {
         return !std::ranges::binary_search(pass.bad_parameters, view.parameter);
       });
     }
-    traced.explanation = trace->explain(pass.losses, named(bad));
+    traced.explanation =
+        pass.is_bad ? trace->explain(pass.losses, named(bad)) : trace->explain_sent();
     if (pass.has_first_positions) return;
     for (auto& each : traced.explanation->births) each.birth.sighting.position.reset();
   });

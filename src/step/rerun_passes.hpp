@@ -64,11 +64,11 @@ class RerunPasses {
   RerunPasses& operator=(const RerunPasses&) = delete;
 
   using ForwardBackward = std::function<std::vector<NamedTensor>(StepPass&)>;
-  /// Executes the step again from its start, then calls `when_bad` if its gradients are bad. Does
+  /// Executes the step again from its start, then calls `then` unless it has ended early. Does
   /// not throw errors of the step or of a device.
   Pass run(const ForwardBackward& forward_backward,
-           const std::function<void(const Pass&)>& when_bad = {});
-  /// One pass under its own trace, explained if it is bad. `fresh_memory`: as in TraceOptions.
+           const std::function<void(const Pass&)>& then = {});
+  /// One pass under its own trace, explained. `fresh_memory`: as in TraceOptions.
   TracedPass run_traced(std::optional<double> fresh_memory = {});
   /// True on all ranks if the pass ended early on one. Then the gradients have been cleared, as
   /// those of an incomplete pass must not be used.

@@ -120,6 +120,11 @@ class OperatorTrace {
   [[nodiscard]] Explanation explain(std::span<const NamedTensor> losses,
                                     std::span<const NamedTensor> gradients);
 
+  /// The same for a pass without a bad result on this rank: what it has sent to one other rank,
+  /// where it may have had consequences. An activation that the rank's own backward masks, for
+  /// example. A collective's input is none, as a program may broadcast what nobody uses.
+  [[nodiscard]] Explanation explain_sent();
+
   /// Operators of this pass that used a transfer's memory (see Transfer) before the program waited
   /// for it. Each operator and place appears once, in the order of first occurrence.
   [[nodiscard]] std::vector<UnorderedAccess> unordered_accesses() const;
