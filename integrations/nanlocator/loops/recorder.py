@@ -378,6 +378,7 @@ class StepRecorder:
     def _follow_switches(self, module: nn.Module) -> None:
         if module not in self._switches:
             self._switches[module] = switches_of(module)
+        if module not in self._surroundings:
             self._surroundings[module] = Surroundings(module)
 
     def _now(self, module: nn.Module | None = None) -> "_SwitchesNow":
