@@ -301,12 +301,14 @@ class StepRecorder:
         if not trains:
             return self._call_by_operators(original, module, args, kwargs)
         self._follower.before_forward()
-        self._follow_switches(module)
+        if (surroundings := self._surroundings.get(module)) is None:
+            self._follow_switches(module)
+            surroundings = self._surroundings[module] = Surroundings(module)
         kept = self._keep_call(_ModuleCall, module, run, args, kwargs)
         if kept is None:
             self.give_up(f"the arguments of {class_name(module)} cannot be kept")
         else:
-            kept[0].note_surroundings(self._surroundings[module])
+            kept[0].note_surroundings(surroundings)
         self._engine.begin_call()
         try:
             self._is_in_module = True
@@ -378,8 +380,6 @@ class StepRecorder:
     def _follow_switches(self, module: nn.Module) -> None:
         if module not in self._switches:
             self._switches[module] = switches_of(module)
-        if module not in self._surroundings:
-            self._surroundings[module] = Surroundings(module)
 
     def _now(self, module: nn.Module | None = None) -> "_SwitchesNow":
         """The switches of this module, or of all that were called."""

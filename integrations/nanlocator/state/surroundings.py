@@ -16,25 +16,26 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from nanlocator import _C
 
 _PARTS = ("_modules", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_FUNCTIONS = [vars(nn.functional)]
+_OF_TORCH = "torch.nn.modules."
+_FUNCTIONS = _C.HeldObjects([nn.functional], ())
 
 
 class Surroundings:
     """Of the calls of one module."""
 
     def __init__(self, module: nn.Module) -> None:
-        held = [vars(each) for each in module.modules()]
-        self._parts = [each[name] for each in held for name in _PARTS if isinstance(each.get(name), dict)]
+        modules = list(module.modules())
+        self._parts = _C.HeldObjects(modules, _PARTS)
         # Of others, ``state.module_attributes`` restores what their own code sets.
-        self._settings = [
-            vars(each) for each in module.modules() if type(each).__module__.startswith("torch.nn.modules.")
-        ]
+        self._settings = _C.HeldConstants(
+            [each for each in modules if type(each).__module__.startswith(_OF_TORCH)]
+        )
 
     def now(self) -> Surrounded:
         return Surrounded(
-            _C.Identities(self._parts),
-            _C.Identities(_FUNCTIONS),
-            _C.digest_of_constants(self._settings),
+            self._parts.now(),
+            _FUNCTIONS.now(),
+            self._settings.now(),
             torch._C._autograd._top_saved_tensors_default_hooks(False),
             _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else (),
             _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else (),
