@@ -22,8 +22,8 @@ BirthIds OperatorTrace::Impl::origins_of_result(const NamedTensor& result, const
   }
   BirthIds before = passed_through(root, values, frames);
   if (!before.empty()) return before;
-  const GradientWork
-      on_gradients;  // also what wrote it after the backward: a reduction over replicas
+  // Also what wrote it after the backward: a reduction over replicas.
+  const GradientWork on_gradients;
   const BirthId id = add_root(root, values, frames, "explain");
   const std::lock_guard lock(mutex);
   Birth& birth = births[static_cast<std::size_t>(id)].birth;

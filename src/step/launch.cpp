@@ -263,17 +263,15 @@ Launch read_launch(const fs::path& checkpoint_dir, int attempt, std::int64_t fir
     fs::path folder = checkpoint_dir.empty() ? saved.folder : checkpoint_dir;
     // In the first step nothing is lost by loading the same again, and it may hold the fault.
     if (folder.empty() && iteration <= first) folder = folder_of_loaded();
-    if (folder.empty()) {
-      note_loaded_elsewhere(launch);
-      return launch;
-    }
-    launch.checkpoint_dir = fs::absolute(folder).lexically_normal().string();
-    launch.checkpoints = checkpoints_in(folder);
-    launch.loaded = loaded_from(launch.checkpoint_dir);
-    launch.steps_before = steps_before(launch.checkpoints, launch.loaded, first, iteration);
-    if (saved.updates && saved.folder == launch.checkpoint_dir) {
-      const bool is_same = launch.steps_before == saved.step - *saved.updates;
-      launch.steps_before = is_same ? launch.steps_before : saved.offset;
+    if (!folder.empty()) {
+      launch.checkpoint_dir = fs::absolute(folder).lexically_normal().string();
+      launch.checkpoints = checkpoints_in(folder);
+      launch.loaded = loaded_from(launch.checkpoint_dir);
+      launch.steps_before = steps_before(launch.checkpoints, launch.loaded, first, iteration);
+      if (saved.updates && saved.folder == launch.checkpoint_dir) {
+        const bool is_same = launch.steps_before == saved.step - *saved.updates;
+        launch.steps_before = is_same ? launch.steps_before : saved.offset;
+      }
     }
     note_loaded_elsewhere(launch);
   } catch (const std::exception&) {  // what is missing is said to be unknown

@@ -262,14 +262,18 @@ bool is_made_by_start(const Verdict& verdict, const JobDecision& decision) {
          launch.checkpoints.empty() && launch.loaded.empty() && !launch.loaded_elsewhere;
 }
 
+/// No checkpoint cures it.
+void leave_to_author(JobDecision& decision) {
+  decision.kind = DecisionKind::do_not_restart;
+  decision.is_to_check = false;
+  decision.is_traced = false;
+  decision.page = Owner::model_author;
+  decision.ticket = Owner::nobody;
+}
+
 /// Where the checkpoints decide, and were read.
 void use_checkpoints(const Verdict& verdict, JobDecision& decision) {
-  if (is_made_by_start(verdict, decision)) {
-    decision.kind = DecisionKind::do_not_restart;
-    decision.is_to_check = false;
-    decision.page = Owner::model_author;
-    decision.ticket = Owner::nobody;
-  }
+  if (is_made_by_start(verdict, decision)) leave_to_author(decision);
   const bool is_read = decision.is_to_check && verdict.launch && verdict.launch->steps_before;
   if (!is_read || verdict.launch->checkpoints.empty()) return;
   const auto& found = verdict.launch->checkpoints;
@@ -279,11 +283,7 @@ void use_checkpoints(const Verdict& verdict, JobDecision& decision) {
     decision.is_to_check = false;
   } else if (std::ranges::all_of(
                  found, [](const CheckpointFile& each) { return each.is_finite == false; })) {
-    decision.kind = DecisionKind::do_not_restart;
-    decision.is_to_check = false;
-    decision.is_traced = false;
-    decision.page = Owner::model_author;
-    decision.ticket = Owner::nobody;
+    leave_to_author(decision);
   }
 }
 

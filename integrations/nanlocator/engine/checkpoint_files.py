@@ -71,9 +71,7 @@ class CheckpointFiles:
         updates = self._updates()
         saved = original(tensors, file, *args, **kwargs)
         with contextlib.suppress(Exception):
-            names = self._names()
-            last = {name.rpartition(".")[2] for name in names}
-            if any(_ends_with(key, names, last) for key in tensors):
+            if _are_of_weights(tensors, self._names()):
                 _note_saved(file, updates)
         return saved
 
@@ -97,12 +95,7 @@ class CheckpointFiles:
 def _latest_with(names: Collection[str]) -> str | None:
     """The latest file that was loaded before the parameters were known and that has one of them: the others
     may be data."""
-    last = {name.rpartition(".")[2] for name in names}
-    loaded = [
-        path
-        for path, keys in _loaded_before
-        if keys is None or any(_ends_with(key, names, last) for key in keys)
-    ]
+    loaded = [path for path, keys in _loaded_before if keys is None or _are_of_weights(keys, names)]
     _loaded_before.clear()
     return loaded[-1] if loaded else None
 
@@ -128,10 +121,15 @@ def _path_of(file: Any) -> str | None:
 
 
 def _holds_weights(saved: Any, names: Collection[str]) -> bool:
-    """Whether it is a module, or has a state dictionary, with one of these parameters; a wrapper may have put
-    something before the names ("module.weight")."""
+    """Whether it is a module, or has a state dictionary, with one of these parameters."""
+    return _are_of_weights(_keys_in(saved), names)
+
+
+def _are_of_weights(keys: Iterable[Any], names: Collection[str]) -> bool:
+    """Whether one of them is of these parameters; a wrapper may have put something before the names
+    ("module.weight")."""
     last = {name.rpartition(".")[2] for name in names}
-    return any(_ends_with(key, names, last) for key in _keys_in(saved))
+    return any(_ends_with(key, names, last) for key in keys)
 
 
 def _keys_in(saved: Any, levels: int = _MOST_LEVELS) -> Iterator[str]:
